@@ -76,6 +76,7 @@ macro_rules! answers {
         /// What KVM_CHECK_EXTENSION answers for `capability`.
         pub fn check_extension($offer: &Offer, capability: u64) -> i32 {
             let Ok(capability) = u32::try_from(capability) else {
+                // Cut to 32 bits, such a number would name a capability that was not asked for.
                 return 0;
             };
             let value: u32 = match capability {

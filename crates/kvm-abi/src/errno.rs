@@ -79,6 +79,7 @@ impl From<Unrestorable> for Errno {
     fn from(why: Unrestorable) -> Self {
         match why {
             Unrestorable::Invalid => Errno::EINVAL,
+            // The bytes that it lacks could not be read: stock KVM fails in its copy then.
             Unrestorable::Missing => Errno::EFAULT,
             Unrestorable::NoMemory => Errno::ENOMEM,
         }
@@ -107,6 +108,7 @@ impl From<BadFd> for Errno {
     fn from(error: BadFd) -> Self {
         match error {
             BadFd::Closed => Errno::EBADF,
+            // As the kernel's eventfd_ctx_fdget() has it.
             BadFd::WrongKind => Errno::EINVAL,
         }
     }
@@ -129,6 +131,7 @@ impl From<SlotError> for Errno {
         match error {
             SlotError::Overlaps => Errno::EEXIST,
             SlotError::NoMemory => Errno::ENOMEM,
+            // Stock KVM tells an overlap apart and nothing else (KVM API §4.35).
             SlotError::UnknownFlag
             | SlotError::Unaligned
             | SlotError::NotUserRange
@@ -218,6 +221,7 @@ impl From<cpuid::Error> for Errno {
 impl From<AddError> for Errno {
     fn from(error: AddError) -> Self {
         match error {
+            // EINVAL as from stock KVM, though descriptors and memory have errno of their own.
             AddError::TooMany => Errno::EINVAL,
             AddError::NoMemory => Errno::ENOMEM,
         }

@@ -47,6 +47,8 @@ pub struct Capability {
     pub note: &'static str,
 }
 
+// The tables are handed to these macros a second time: a row cannot be in the dispatch and not in
+// the document.
 macro_rules! row {
     ($file:ident $name:ident [$($cap:ident),*] $note:literal) => {
         Command {

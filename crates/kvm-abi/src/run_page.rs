@@ -8,6 +8,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+// Behind a head of 32 bytes and a union of 256 (KVM API §5).
 const VALID_REGS: usize = 36;
 const DIRTY_REGS: usize = 37;
 

@@ -125,10 +125,13 @@ fn desc_word<S>(desc: &Desc<S>, at: usize) -> u64 {
     const BUCKET_SIZE: u32 = 0;
     match at {
         0 => {
+            // The unit is the second, times a power of ten.
             let exponent: i16 = if desc.unit == stats::Unit::Nanoseconds { -9 } else { 0 };
             let size = desc.words() as u32;
             pair(desc.kind as u32 | desc.unit as u32, u32::from(exponent as u16) | size << 16)
         }
+        // Offsets count from the data block. Bucket sizes are of linear histograms, of which there
+        // is none.
         1 => pair(desc.first.wrapping_mul(8), BUCKET_SIZE),
         _ => word_of(desc.name.to_bytes(), at - 2),
     }
@@ -147,6 +150,7 @@ pub fn read<V: Values, E>(
     let end = self::len(values).min(offset.saturating_add(len));
     let mut at = offset;
     while at < end {
+        // A read may begin within a word, so its word is made whole.
         let first = at / 8;
         let mut bytes = [0u8; CHUNK * 8];
         // Words behind the end are made as 0 and cut off below.

@@ -80,6 +80,8 @@ macro_rules! commands {
                 "EEXIST; EINVAL once there are vCPUs";
             GET_IRQCHIP [iowr KvmIrqchip 0x62] [CAP_IRQCHIP] => interrupts::get_irqchip(vm, arg),
                 "both PICs and the I/O APIC; ENXIO without, with a split irqchip too";
+            // _IOR in SET_IRQCHIP and SET_PIT, _IO in REINJECT_CONTROL: slips of the header, which
+            // became the interface.
             SET_IRQCHIP [ior KvmIrqchip 0x63] [CAP_IRQCHIP] => interrupts::set_irqchip(vm, arg), "the same";
             CREATE_PIT [io 0x64] [CAP_PIT] => vm.create_pit(PIT_SPEAKER_DUMMY),
                 "EEXIST; ENOENT: no in-kernel PIC";
@@ -224,6 +226,8 @@ macro_rules! commands {
                 "EINVAL and EFAULT as stock KVM, but nothing has changed then. L2 goes on in the next KVM_RUN";
             GET_STATS_FD [] [CAP_BINARY_STATS_FD] => vcpu.stats_file(), "";
 
+        // Numbers of other architectures, or of what nobody calls: named so that a test sees that
+        // they are ENOTTY.
         (unknown)
             GET_NR_MMU_PAGES [io 0x45] "";
             GET_ONE_REG [iow KvmOneReg 0xab] "";
@@ -245,6 +249,8 @@ macro_rules! capabilities {
             CAP_MMU_SHADOW_CACHE_CONTROL 2 => 1, "";
             CAP_USER_MEMORY 3 => 1, "";
             CAP_SET_TSS_ADDR 4 => 1, "";
+            // 0, though its two commands are taken: they have no effect, and a VMM that asks does
+            // without.
             CAP_VAPIC 6 => 0, "";
             CAP_EXT_CPUID 7 => 1, "";
             CAP_CLOCKSOURCE 8 => 1, "";
@@ -256,6 +262,7 @@ macro_rules! capabilities {
             CAP_MP_STATE 14 => 1, "";
             CAP_COALESCED_MMIO 15 => COALESCED_MMIO_PAGE_OFFSET as u32,
                 "2, the page of the ring in the mapping of a vCPU";
+            // Nothing is pinned: the VMM may unmap, move and merge the guest's memory.
             CAP_SYNC_MMU 16 => 1, "";
             CAP_DESTROY_MEMORY_REGION_WORKS 21 => 1, "";
             CAP_USER_NMI 22 => 1, "";

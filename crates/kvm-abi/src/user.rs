@@ -44,6 +44,7 @@ where
 #[inline]
 pub fn write<T: IntoBytes + Immutable + ?Sized>(addr: u64, value: &T) -> Result<(), Errno> {
     let bytes = value.as_bytes();
+    // As with read_array(): an empty list goes to any pointer.
     if !bytes.is_empty() {
         user::write(Hva(addr), bytes)?;
     }

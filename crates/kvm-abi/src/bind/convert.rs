@@ -23,6 +23,7 @@ use crate::uapi::vcpu_state::*;
 
 /// General registers, from encoding order.
 pub fn regs(r: &Regs) -> KvmRegs {
+    // The API has the order of its C structure, the vCPU that of ModRM (SDM vol. 2A table 2-2).
     let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] = r.gpr;
     KvmRegs {
         rax,
@@ -73,6 +74,8 @@ pub fn segment(s: &Segment) -> KvmSegment {
         l: a.long.into(),
         g: a.granularity.into(),
         avl: a.avl.into(),
+        // The bit is VMX's (SDM vol. 3C table 25-2). Under SVM it follows from P, in stock KVM as
+        // well.
         unusable: (!a.present).into(),
         padding: 0,
     }
@@ -81,6 +84,7 @@ pub fn segment(s: &Segment) -> KvmSegment {
 /// The vCPU's segment from user space's. Fields are cut to their widths.
 pub fn from_segment(s: &KvmSegment) -> Segment {
     let attributes = Attributes {
+        // No field is refused: `pack` cuts each to its width, as stock KVM does.
         kind: s.type_,
         s: s.s & 1 != 0,
         dpl: s.dpl,
@@ -141,6 +145,7 @@ pub fn from_sregs(s: &KvmSregs2) -> Sregs {
         ldt: from_segment(&s.ldt),
         gdt: from_table(&s.gdt),
         idt: from_table(&s.idt),
+        // Retained, not cut: the vCPU has to see reserved bits of CR0 and CR4 to refuse them.
         cr0: Cr0::from_bits_retain(s.cr0),
         cr2: s.cr2,
         cr3: s.cr3,
@@ -172,13 +177,17 @@ fn put<const N: usize>(area: &mut [u8], at: usize, value: [u8; N]) {
 
 /// Reads the legacy FPU state from an XSAVE area.
 pub fn fpu(area: &[u8], into: &mut KvmFpu) {
+    // Offsets of the FXSAVE image (SDM vol. 1 table 10-2).
     into.fcw = u16::from_le_bytes(part(area, 0));
     into.fsw = u16::from_le_bytes(part(area, 2));
+    // The abridged tag word: a bit for each register that is not empty (SDM vol. 1 §10.5.1.1).
     [into.ftwx] = part(area, 4);
     into.last_opcode = u16::from_le_bytes(part(area, 6));
     into.last_ip = u64::from_le_bytes(part(area, 8));
     into.last_dp = u64::from_le_bytes(part(area, 16));
+    // Stock KVM leaves MXCSR out in both directions.
     into.mxcsr = u32::from_le_bytes(part(area, 24));
+    // A register of ten bytes has a place of sixteen.
     for (slot, at) in into.fpr.iter_mut().zip((FPR..).step_by(16)) {
         *slot = part(area, at);
     }
@@ -246,6 +255,8 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
             out.exception_payload = x.payload.unwrap_or(0);
         }
     }
+    // One that was taken and not delivered. What is only requested is in the registers of
+    // KVM_GET_LAPIC.
     if let Some(vector) = e.interrupt {
         out.interrupt.injected = 1;
         out.interrupt.nr = vector.0;
@@ -272,7 +283,9 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
         smm_inside_nmi: e.smi.inside_nmi.into(),
         latched_init: e.smi.latched_init.into(),
     };
+    // Never VALID_SIPI_VECTOR: a vector is told neither here nor by stock KVM.
     out.flags = VCPUEVENT_VALID_NMI_PENDING | VCPUEVENT_VALID_SHADOW | VCPUEVENT_VALID_SMM;
+    // KVM_SET_VCPU_EVENTS refuses a flag whose capability is off: it is not told then either.
     if rules.payload {
         out.flags |= VCPUEVENT_VALID_PAYLOAD;
     }
@@ -285,6 +298,8 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
 
 /// The vCPU's events from user space's; fields have been checked. `EINVAL`: a flag that the VM has not enabled.
 pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, Errno> {
+    // EINVAL as in stock KVM (KVM API §4.32): a VMM that asks for what it has not enabled would
+    // lose it silently.
     let has = |flag: u32| e.flags & flag != 0;
     if (has(VCPUEVENT_VALID_PAYLOAD) && !rules.payload)
         || (has(VCPUEVENT_VALID_TRIPLE_FAULT) && !rules.triple_fault)
@@ -301,15 +316,18 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
     Ok(SavedEvents {
         exception,
         exception_injected: x.injected != 0,
+        // Any vector: the VMM's PIC may have its base anywhere, below 16 as well.
         interrupt: (e.interrupt.injected != 0).then_some(Vector(e.interrupt.nr)),
         interrupt_soft: e.interrupt.soft != 0,
         interrupt_shadow: e.interrupt.shadow != 0,
         shadow_by: match e.interrupt.shadow {
             X86_SHADOW_INT_STI => ShadowBy::Sti,
             X86_SHADOW_INT_MOV_SS => ShadowBy::MovSs,
+            // Both bits: from an SVM host, which cannot tell.
             _ => ShadowBy::Unknown,
         },
         nmi_injected: e.nmi.injected != 0,
+        // Not checked: the vCPU keeps two at most.
         nmi_pending: e.nmi.pending.into(),
         nmi_masked: e.nmi.masked != 0,
         sipi_vector: e.sipi_vector,
@@ -412,6 +430,7 @@ same_fields! {
 /// The I/O APIC.
 pub fn ioapic(s: &IoApicState) -> KvmIoapicState {
     let IoApicState { base_address, ioregsel, id, irr, redirtbl } = *s;
+    // The padding is named, for all bytes of it go to user space.
     KvmIoapicState { base_address, ioregsel, id, irr, pad: 0, redirtbl }
 }
 
@@ -452,6 +471,7 @@ pub fn from_pit(channels: &[KvmPitChannelState; 3], flags: u32) -> PitState {
 
 /// A message from the form of KVM_SIGNAL_MSI.
 pub fn from_msi(msi: &KvmMsi) -> Msi {
+    // `devid` is for Arm's ITS alone (KVM_CAP_MSI_DEVID is 0 here).
     Msi { address_lo: msi.address_lo, address_hi: msi.address_hi, data: msi.data }
 }
 
@@ -462,6 +482,8 @@ pub fn from_routes(routes: &[KvmIrqRoutingEntry], pins: bool) -> Result<Vec<Rout
     table.try_reserve_exact(routes.len())?;
     for route in routes {
         let target = match route.type_ {
+            // With a split irqchip it falls through to EINVAL: no pin of ours is there, and stock
+            // KVM refuses it, too.
             IRQ_ROUTING_IRQCHIP if pins => {
                 let KvmIrqRoutingIrqchip { irqchip, pin } = route.irqchip();
                 Target::Pin { chip: Chip::from_id(irqchip).ok_or(Errno::EINVAL)?, pin }
@@ -479,6 +501,7 @@ pub fn from_routes(routes: &[KvmIrqRoutingEntry], pins: bool) -> Result<Vec<Rout
 
 /// An ioeventfd. `EINVAL`: in an address space that only s390 has.
 pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
+    // The flag passes the mask of valid ones, which is every architecture's.
     if what.flags & IOEVENTFD_FLAG_VIRTIO_CCW_NOTIFY != 0 {
         return Err(Errno::EINVAL);
     }
@@ -488,6 +511,7 @@ pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
         space: if port { Space::Port } else { Space::Memory },
         address: what.addr,
         len: what.len,
+        // Whole, though the write may be narrower: the match cuts it.
         datamatch: matches.then_some(what.datamatch),
     })
 }

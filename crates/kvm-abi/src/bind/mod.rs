@@ -43,5 +43,7 @@ pub struct Host {
 
 /// Whether the caller's address space is the VM's and still has its memory.
 fn belongs_to_caller(vm: &VmRef) -> bool {
+    // Guest memory is reached by the VMM's own addresses: in a forked child they lead elsewhere.
+    // Stock KVM asks for both at every command, too (KVM API §1).
     vm.is_current_mm() && !vm.is_dead()
 }

@@ -30,6 +30,7 @@ struct VcpuStatsFile {
 
 fn read_to_user<V: Values>(values: &V, id: &Id, offset: u64, buffer: u64, len: u64) -> i64 {
     let copied = read(values, id, offset, len, |at, bytes| {
+        // The sum does not wrap: read(2) has checked that the whole buffer is user space.
         user::write(Hva(buffer.wrapping_add(at)), bytes).map_err(Errno::from)
     });
     match copied {
@@ -68,6 +69,7 @@ impl FileObject for VcpuStatsFile {
 #[cold]
 #[inline(never)]
 pub(super) fn of_vm(vm: &VmRef, tid: u32) -> Result<i32, Errno> {
+    // Each call makes a file: the process's limit of descriptors is the only one, as on stock KVM.
     let file = Arc::new(VmStatsFile { vm: vm.clone(), id: Id::new(tid, None) })?;
     Ok(NewFile::new(file, None).map_err(Errno::from_file)?.install())
 }

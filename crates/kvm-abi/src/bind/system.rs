@@ -71,6 +71,7 @@ impl<M: MakeBackend> SystemOps for SystemHandle<M> {
 fn collect(indices: impl Iterator<Item = u32>) -> Result<Vec<u32>, Errno> {
     let mut list = Vec::new();
     for index in indices {
+        // One at a time: how many of the table this host has is known only at its end.
         list.try_reserve(1)?;
         list.push(index);
     }

@@ -71,9 +71,11 @@ impl<B: Backend + 'static> VcpuFile<B> {
             tid: host::task::current_tid(),
             sipi_vector: 0,
         };
+        // KVM_SET_TSC_KHZ of the VM file is for vCPUs that are made after it (KVM API §4.55).
         if khz != host.offer.tsc_khz {
             bound.set_tsc_khz(khz)?;
         }
+        // Zeroed: user space maps both pages, and reads them before the first KVM_RUN.
         Ok(Self { vcpu: Mutex::new(bound), vm, run: Page::zeroed()?, pio: Page::zeroed()? })
     }
 }
@@ -83,13 +85,17 @@ impl<B: Backend + 'static> FileObject for VcpuFile<B> {
     const MAPPABLE: bool = true;
 
     fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _: Pointers) -> i64 {
+        // No structure of these commands is another one in a 32-bit process; even a signal set has
+        // eight bytes there.
         dispatch::code(dispatch::vcpu(&**this, command, argument))
     }
 
     fn mmap_page(&self, offset: u64) -> Option<&Page> {
         match offset {
+            // By pages. The pages live as long as the file, which each mapping holds.
             0 => Some(&self.run),
             PIO_PAGE_OFFSET => Some(&self.pio),
+            // One page for all vCPUs of the VM, as on stock KVM (KVM API §4.116).
             COALESCED_MMIO_PAGE_OFFSET => Some(self.vm.irq().coalesced().page()),
             _ => None,
         }
@@ -203,6 +209,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn fpu(&mut self, into: &mut KvmFpu) -> Result<(), Errno> {
+        // By the standard format: what the kernel keeps may be compacted, and it alone knows how.
         let mut area = self.area()?;
         self.vcpu.xsave(&mut area);
         convert::fpu(&area, into);
@@ -231,6 +238,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn xcr0(&mut self) -> Option<u64> {
+        // The host is asked and not the guest's CPUID: a VMM may restore XCR0 before that, and
+        // stock KVM lets it.
         self.host.offer.xsave.then(|| self.vcpu.xcr0())
     }
 
@@ -280,7 +289,10 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
             nmi_pending: has(VCPUEVENT_VALID_NMI_PENDING),
             triple_fault: has(VCPUEVENT_VALID_TRIPLE_FAULT),
         };
+        // Nothing fails from here on: an error has left all events as they were.
         self.vcpu.restore_events(&saved, given);
+        // Kept until KVM_SET_MP_STATE says that a SIPI was received: the vector alone starts
+        // nobody.
         if has(VCPUEVENT_VALID_SIPI_VECTOR) {
             self.sipi_vector = events.sipi_vector as u8;
         }
@@ -319,6 +331,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn interrupt(&mut self, vector: u8) -> Result<(), Errno> {
+        // With a split irqchip alone. Without a local APIC the new one takes the place of the old,
+        // as on stock KVM, though the document has EEXIST there as well (KVM API §4.16).
         self.vcpu.queue_interrupt(Vector(vector)).map_err(|_| Errno::EEXIST)
     }
 

@@ -125,15 +125,18 @@ impl<M: MakeBackend> VmFile<M> {
 
     fn disable_exits(&self, bits: u64) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
+        // What exits is written into the control block when a vCPU is made (KVM API §7.13).
         if self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
         }
+        // Added: an exit that was given up is not had back, as on stock KVM.
         self.vm.settings.disable_exits.fetch_or(bits, Relaxed);
         Ok(())
     }
 
     fn set_bus_cycle(&self, ns: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
+        // Asked first, as in stock KVM: without local APICs it is ENXIO, vCPUs or not.
         if self.vm.irq().kind() == Irqchip::None {
             return Err(Errno::ENXIO);
         }
@@ -175,6 +178,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn bus_cycle_ns(&self) -> u32 {
+        // 0: the VMM has said nothing, and a cycle is the nanosecond of all earlier KVMs.
         self.vm.settings.apic_bus_cycle_ns.load(Relaxed).max(1)
     }
 
@@ -199,6 +203,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let shared = VcpuShared::new(id, index, role, lapic)?;
         shared.lapic.set_bus_cycle_ns(vm.settings.apic_bus_cycle_ns.load(Relaxed));
         if !vm.settings.has_quirk(quirk::LINT0_REENABLED) {
+            // Made as firmware leaves it; without the quirk it is as the manuals have it (SDM vol.
+            // 3A §10.4.7.1).
             shared.lapic.reset(role, Lint0::Masked);
         }
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
@@ -219,11 +225,13 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let slots = self.vm.memory_in(slot.space).slots();
         match slots.by_id(slot.number) {
             Some(slot) if slot.dirty.is_some() => Ok(slot.npages),
+            // Numbers that no slot can have were EINVAL before (`dispatch::memory`).
             _ => Err(Errno::ENOENT),
         }
     }
 
     fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
+        // With manual protection KVM_CLEAR_DIRTY_LOG takes the bits, and this only shows them.
         let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
         let memory = self.vm.memory_in(slot.space);
         let words = memory.dirty_log(slot.number.into(), protect, &**self.vm)?;
@@ -254,6 +262,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         if self.vm.irq().kind() != Irqchip::None {
             return Err(Errno::EEXIST);
         }
+        // Such a vCPU was made without a local APIC (KVM API §4.24).
         if self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
         }
@@ -281,6 +290,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn create_pit(&self, flags: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
         self.vm.irq().create_pit(flags & PIT_SPEAKER_DUMMY != 0).map_err(|error| match error {
+            // ENOENT here; ENXIO of every other command of a PIT that is missing, as in stock KVM.
             irq::IrqError::Missing => Errno::ENOENT,
             error => error.into(),
         })
@@ -355,6 +365,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_tss_addr(&self, addr: u32) -> Result<(), Errno> {
+        // Kept, and not used: real mode is run by the CPU (unrestricted guest) or, with `ept=0`, by
+        // the emulator.
         self.vm.settings.tss_addr.store(addr, Relaxed);
         Ok(())
     }
@@ -368,6 +380,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_identity_map_addr(&self, addr: u64) -> Result<(), Errno> {
+        // 0 asks for the default (KVM API §4.40).
         let addr = if addr == 0 { DEFAULT_IDENTITY_MAP } else { addr };
         self.without_vcpus(|vm| vm.settings.identity_map.store(addr, Relaxed))
     }
@@ -398,6 +411,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_clock(&self, data: &KvmClockData) -> Result<(), Errno> {
+        // The other flags are taken and ignored (KVM API §4.30): what KVM_GET_CLOCK gave can be
+        // given back whole.
         let realtime = data.flags & CLOCK_REALTIME != 0;
         self.vm.set_clock(data.clock, realtime.then_some(data.realtime));
         Ok(())
@@ -423,11 +438,14 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         match setting {
             Setting::SplitIrqchip(reserved) => return self.split_irqchip(reserved),
             Setting::X2apicApi(bits) => {
+                // Bits are only added, as in stock KVM.
                 settings.x2apic_api.fetch_or(bits, Relaxed);
                 let flags = settings.x2apic_api.load(Relaxed);
                 self.vm.irq().set_dest_rules(rules_of(flags));
             }
             Setting::ApicBusCycles(ns) => return self.set_bus_cycle(ns),
+            // In place of the earlier ones, as in stock KVM 6.12: each call names all that are to
+            // be off.
             Setting::DisableQuirks(bits) => settings.quirks_off.store(bits, Relaxed),
             Setting::ExceptionPayload(on) => settings.exception_payload.store(on, Relaxed),
             Setting::TripleFaultEvent(on) => settings.triple_fault_event.store(on, Relaxed),

@@ -84,6 +84,7 @@ macro_rules! dispatch {
         fn of_compat<V: VmOps>($compat: &V, cmd: u32, $m_arg: u64) -> Reply {
             match cmd {
                 $(ioctl::$m => Answer::reply($m_do),)*
+                // What looks alike in both worlds has one handler.
                 _ => of_vm($compat, cmd, $m_arg),
             }
         }
@@ -116,6 +117,8 @@ commands!(dispatch);
 /// A command of a VM file (KVM API §4, "vm ioctl"). `EIO` from another process than the one that made
 /// the VM.
 pub fn vm<V: VmOps>(file: &V, cmd: u32, arg: u64) -> Reply {
+    // Before the command is looked at: in a forked child an unknown one is EIO, too, as on stock
+    // KVM.
     if !file.belongs_to_caller() {
         return Err(Errno::EIO);
     }
@@ -143,6 +146,7 @@ pub fn vcpu<F: VcpuFile>(file: &F, cmd: u32, arg: u64) -> Reply {
     }
     let mut guard = file.lock()?;
     let vcpu = &mut *guard;
+    // Apart from the others: it is called for ever, and has the two pages besides.
     if cmd == RUN {
         let (page, io_page) = (RunPage::new(file.run_page()), RunPage::new(file.io_page()));
         return run_command(vcpu, page, io_page, arg);

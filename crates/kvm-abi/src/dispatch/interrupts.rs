@@ -45,6 +45,7 @@ pub fn signal_msi<V: VmOps>(vm: &V, arg: u64) -> Reply {
 /// KVM_SET_GSI_ROUTING: replaces all routes (KVM API §4.52).
 pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let head: KvmIrqRouting = user::read(arg)?;
+    // The count is the VMM's: bounded before so much is read.
     if vm.irqchip() == Irqchip::None || head.nr > MAX_IRQ_ROUTES || head.flags != 0 {
         return Err(Errno::EINVAL);
     }
@@ -54,6 +55,7 @@ pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
         let flags = match route.type_ {
             IRQ_ROUTING_IRQCHIP => 0,
             IRQ_ROUTING_MSI => MSI_VALID_DEVID,
+            // Xen's event channels, Hyper-V's SINTs and s390's adapters.
             _ => return Err(Errno::EINVAL),
         };
         if route.flags & !flags != 0 || route.gsi >= MAX_IRQ_ROUTES {
@@ -108,6 +110,7 @@ pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// KVM_GET_IRQCHIP: a controller's state (KVM API §4.26).
 pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    // Whole, though only `chip_id` counts: what the state does not fill goes back as it came.
     let mut chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
     if vm.irqchip() != Irqchip::Full {
         return Err(Errno::ENXIO);
@@ -144,6 +147,7 @@ pub fn set_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
 /// KVM_CREATE_PIT2: makes the PIT (KVM API §4.71).
 pub fn create_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let config: KvmPitConfig = user::read(arg)?;
+    // Unknown flags pass, as in stock KVM.
     vm.create_pit(config.flags)?;
     Ok(0)
 }

@@ -15,6 +15,7 @@ use crate::user;
 pub fn write_indices(arg: u64, indices: &[u32]) -> Reply {
     let room: KvmMsrList = user::read(arg)?;
     let count = indices.len() as u32;
+    // Before E2BIG: a VMM asks with 0 to learn how much room it takes (KVM API §4.3).
     user::write(arg, &KvmMsrList { nmsrs: count })?;
     if room.nmsrs < count {
         return Err(Errno::E2BIG);
@@ -72,6 +73,8 @@ pub fn write_cpuid(
     }
     let entries = entries()?;
     if entries.len() > head.nent as usize {
+        // Not the count of KVM_GET_MSR_INDEX_LIST: this command tells none, so a VMM tries with
+        // more (KVM API §4.46).
         return Err(Errno::E2BIG);
     }
     user::write(user::after::<KvmCpuid2>(arg)?, entries.as_slice())?;
@@ -142,5 +145,6 @@ pub fn cpuid_can_be(entries: &[KvmCpuidEntry2]) -> bool {
     entries
         .iter()
         .filter(|entry| entry.function == 0x8000_0008)
+        // The walks know no other width. 0 is of VMMs that leave it out, and stock KVM takes it.
         .all(|entry| matches!(entry.eax >> 8 & 0xff, 0 | 48 | 57))
 }

@@ -26,6 +26,7 @@ pub fn set_region<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// KVM_SET_USER_MEMORY_REGION2, which adds what only guest_memfd uses.
 pub fn set_region2<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    // Read whole and not field by field: a short structure at the end of a mapping is EFAULT.
     let region: KvmUserspaceMemoryRegion2 = user::read(arg)?;
     let region = KvmUserspaceMemoryRegion {
         slot: region.slot,
@@ -67,6 +68,7 @@ fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno
 /// Bits 31:16 are the address space, the others the slot's number in it.
 fn slot_id(slot: u32) -> Result<SlotId, Errno> {
     let (space, number) = (slot >> 16, slot as u16);
+    // Numbers from USER_MEM_SLOTS on are the kernel's own slots on stock KVM.
     if space >= ADDRESS_SPACES || u32::from(number) >= USER_MEM_SLOTS {
         return Err(Errno::EINVAL);
     }
@@ -86,6 +88,7 @@ pub fn uncoalesce<V: VmOps>(vm: &V, arg: u64) -> Reply {
 }
 
 fn zone(arg: u64) -> Result<KvmCoalescedMmioZone, Errno> {
+    // Neither address nor size is checked, as in stock KVM: in a zone that wraps no write lies.
     let zone: KvmCoalescedMmioZone = user::read(arg)?;
     if zone.pio > 1 { Err(Errno::EINVAL) } else { Ok(zone) }
 }
@@ -112,6 +115,7 @@ pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply 
     }
     let slot = slot_id(log.slot)?;
     let pages = vm.dirty_log_pages(slot)?;
+    // Looked at again under the lock that keeps the slot; here it bounds what is read.
     let count = u64::from(log.num_pages);
     // The subtraction in place of a sum, which could wrap.
     let left = pages.checked_sub(log.first_page).ok_or(Errno::EINVAL)?;

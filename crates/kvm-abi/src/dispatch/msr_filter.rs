@@ -26,6 +26,7 @@ pub fn set_compat<V: VmOps>(vm: &V, arg: u64) -> Reply {
     filter.flags = compat.flags;
     for (to, from) in filter.ranges.iter_mut().zip(&compat.ranges) {
         let KvmMsrFilterRangeCompat { flags, nmsrs, base, bitmap } = *from;
+        // The pointer has half its width there, and needs no padding before it.
         *to = KvmMsrFilterRange { flags, nmsrs, base, pad: 0, bitmap: bitmap.into() };
     }
     set_checked(vm, &filter)
@@ -34,14 +35,17 @@ pub fn set_compat<V: VmOps>(vm: &V, arg: u64) -> Reply {
 fn set_checked<V: VmOps>(vm: &V, filter: &KvmMsrFilter) -> Reply {
     let default_deny = filter.flags & MSR_FILTER_DEFAULT_DENY != 0;
     let used = || filter.ranges.iter().filter(|range| range.nmsrs != 0);
+    // Denial without a range would be denial of everything: EINVAL (KVM API §4.97).
     if filter.flags & !MSR_FILTER_DEFAULT_DENY != 0 || (default_deny && used().next().is_none()) {
         return Err(Errno::EINVAL);
     }
     let mut ranges = Vec::new();
     ranges.try_reserve_exact(filter.ranges.len())?;
+    // A range without MSRs is none: its flags are not even looked at, as in stock KVM.
     for range in used() {
         ranges.push(read_range(range)?);
     }
+    // Last: until every range was read the old filter holds whole.
     vm.set_msr_filter(MsrFilter { default_deny, ranges })?;
     Ok(0)
 }

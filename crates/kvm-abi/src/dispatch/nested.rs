@@ -27,6 +27,7 @@ fn none(format: u16) -> KvmNestedState {
     let size = HEADER as u32;
     let mut state = KvmNestedState { format, size, ..Default::default() };
     if format == NESTED_FORMAT_SVM {
+        // GIF is set where nobody has cleared it (APM vol. 2 §15.17).
         state.flags = NESTED_GIF_SET;
     } else {
         let [vmxon, vmcs12, ..] = &mut state.hdr;
@@ -37,6 +38,7 @@ fn none(format: u16) -> KvmNestedState {
 
 /// KVM_GET_NESTED_STATE. E2BIG, with the size it takes, if there is too little room.
 pub fn get<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
+    // Flags and format are ours to say; the size, behind them, is the room that the VMM has.
     let [_, room]: [u32; 2] = user::read(arg)?;
     let size = vcpu.nested_state_size();
     let bytes = size.unwrap_or(HEADER);
@@ -58,6 +60,7 @@ pub fn get<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
 /// KVM_SET_NESTED_STATE: the state of L1 and L2 back (KVM API §4.115).
 pub fn set<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
     let head: KvmNestedState = user::read(arg)?;
+    // An entry that is pending enters an L2: without one it contradicts itself.
     let pending = head.flags & (NESTED_RUN_PENDING | NESTED_GUEST_MODE) == NESTED_RUN_PENDING;
     if (head.size as usize) < HEADER || head.flags & !NESTED_FLAGS != 0 || pending {
         return Err(Errno::EINVAL);
@@ -81,10 +84,12 @@ fn read_state(format: u16, head: &KvmNestedState, arg: u64) -> Result<(Box<[u8]>
         let Some(to) = image.get_mut(..bytes).filter(|_| head.size as usize >= at + bytes) else {
             break;
         };
+        // No error yet: whether this image is needed is said by what was read already.
         let Some(from) = arg.checked_add(at as u64) else { break };
         if host::user::read(x86::Hva(from), to).is_err() {
             break;
         }
+        // Of a VMCS only its first KiB is read. The rest of its page stays zero.
         read = at + IMAGE;
     }
     Ok((state, read))

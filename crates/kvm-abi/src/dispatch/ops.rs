@@ -62,6 +62,7 @@ pub fn has_lapic(irqchip: Irqchip) -> bool {
 pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
     // Stock KVM cuts the argument to 32 bits, too.
     let khz = arg as u32;
+    // Without scaling the limit says nothing: whoever sets the rate compares it with the host's.
     if offer.tsc_scaling && khz >= offer.max_tsc_khz {
         return Err(Errno::EINVAL);
     }
@@ -208,6 +209,7 @@ pub trait VmOps {
 
     /// Three pages that an Intel CPU needs for real mode.
     fn set_tss_addr(&self, addr: u32) -> Result<(), Errno> {
+        // Taken where it is not needed, too: VMMs call it on any CPU and stop at an error.
         Ok(())
     }
     /// One page that an Intel CPU needs for real mode. `EINVAL`: there are vCPUs.
@@ -330,6 +332,7 @@ pub trait VcpuOps {
     fn set_lapic(&mut self, state: &KvmLapicState) -> Result<(), Errno>;
     /// Where the VMM's option ROM keeps the TPR; 0: nowhere.
     fn set_vapic_addr(&mut self, addr: u64) -> Result<(), Errno> {
+        // Taken though KVM_CAP_VAPIC is 0: nothing of it is lost, for no access is reported.
         Ok(())
     }
     /// Whether accesses to the TPR exit.

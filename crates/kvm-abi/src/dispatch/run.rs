@@ -11,6 +11,7 @@ use crate::uapi::registers::{KvmRegs, KvmSregs};
 use crate::uapi::run::*;
 use crate::uapi::vcpu_state::KvmVcpuEvents;
 
+// Words of `struct kvm_run`, eight bytes each (KVM API §5).
 /// Word with request_interrupt_window and immediate_exit: user space's.
 const REQUEST: usize = 0;
 /// Word with exit_reason, ready_for_interrupt_injection, if_flag and flags: ours.
@@ -22,6 +23,7 @@ const EXIT: usize = 4;
 
 /// Runs the guest and shows in the page why it stopped.
 pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, arg: u64) -> Reply {
+    // There is no argument (KVM API §4.10), and stock KVM refuses one.
     if arg != 0 {
         return Err(Errno::EINVAL);
     }
@@ -40,9 +42,11 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     *vcpu.io_data() = io_page.first();
     vcpu.answer_rare(|| page.msr_answer(), |data| io_page.read_bytes(data));
     let exit = vcpu.run(&input);
+    // For IN the page is the VMM's to fill, and nothing of ours is put there.
     if let UserExit::Io { write: true, .. } = exit {
         io_page.set_first(*vcpu.io_data());
     }
+    // On EINTR as well: stock KVM shows the registers on every way out.
     if wanted != 0 {
         show_registers(vcpu, page, wanted);
     }
@@ -78,12 +82,14 @@ fn take_registers<V: VcpuOps>(
     wanted: u64,
     changed: u64,
 ) -> Result<(), Errno> {
+    // Before any is taken: a class that nobody knows changes nothing.
     if (wanted | changed) & !SYNC_X86_VALID_FIELDS != 0 {
         return Err(Errno::EINVAL);
     }
     if changed & SYNC_X86_REGS != 0 {
         vcpu.set_regs(&page.read::<KvmRegs>(SYNC_REGS))?;
     }
+    // By the commands' own checks. The page is another way to them and none around.
     if changed & SYNC_X86_SREGS != 0 {
         let sregs = page.read::<KvmSregs>(SYNC_SREGS);
         state::set_sregs(vcpu, &sregs)?;
@@ -120,6 +126,7 @@ impl RunPage<'_> {
         let [request_interrupt_window, immediate_exit, ..] = self.load(REQUEST).to_le_bytes();
         let cr8 = if own_cr8 {
             let cr8 = self.load(CR8);
+            // CR8 has four bits. Stock KVM has EINVAL here, too.
             if cr8 > 15 {
                 return None;
             }
@@ -180,6 +187,7 @@ impl RunPage<'_> {
             | UserExit::Dead
             | UserExit::Again => self.show_rare(exit, error),
         };
+        // For every exit (KVM API §5): a VMM with a local APIC of its own works by these.
         self.store(CR8, output.cr8);
         self.store(APIC_BASE, output.apic_base);
         self.store(
@@ -226,6 +234,8 @@ impl RunPage<'_> {
                 EXIT_MEMORY_FAULT
             }
             UserExit::Msr { write, reason, index, data } => {
+                // `error`, which the VMM sets to have the access refused. Cleared: what it leaves
+                // alone is granted.
                 self.store(EXIT, 0);
                 self.store(EXIT + 1, u64::from(reason) | u64::from(index) << 32);
                 self.store(EXIT + 2, data);
@@ -246,6 +256,7 @@ impl RunPage<'_> {
 
     /// A number, how many words follow, the words.
     fn show_words(&self, number: u32, words: &[u64]) {
+        // `ndata` beside the suberror: a VMM prints so many words.
         self.store(EXIT, u64::from(number) | (words.len() as u64) << 32);
         for (offset, word) in words.iter().enumerate() {
             self.store((EXIT + 1).wrapping_add(offset), *word);

@@ -17,6 +17,7 @@ const MOST_BUS_CYCLE_NS: u32 = (u64::MAX / (u32::MAX as u64 * 128)) as u32;
 /// `EINVAL`.
 pub fn enable<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let cap: KvmEnableCap = user::read(arg)?;
+    // By the answer of KVM_CHECK_EXTENSION: what a VMM is told is not there it cannot switch on.
     if cap.flags != 0 || check_extension(vm.offer(), cap.cap.into()) == 0 {
         return Err(Errno::EINVAL);
     }
@@ -32,6 +33,7 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
         _ => Err(Errno::EINVAL),
     };
     Ok(match cap {
+        // No more pins than routes can name, as in stock KVM.
         CAP_SPLIT_IRQCHIP => Setting::SplitIrqchip(at_most(MAX_IRQ_ROUTES)?),
         CAP_X2APIC_API => Setting::X2apicApi(within(offer.x2apic_api)?),
         // The older of the two never looked at bits it did not know.
@@ -49,6 +51,7 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
             Setting::DisableExits(within(X86_DISABLE_EXITS_VALID)? & offer.disable_exits)
         }
         CAP_EXIT_ON_EMULATION_FAILURE => Setting::ExitOnEmulationFailure(within(1)? != 0),
+        // The setting has 32 bits: a time that was cut silently would be another one.
         CAP_HALT_POLL => Setting::HaltPoll(at_most(u32::MAX)?),
         CAP_X86_USER_SPACE_MSR => Setting::UserSpaceMsr(within(MSR_EXIT_REASONS)?),
         CAP_MAX_VCPU_ID => Setting::MaxVcpuId(at_most(offer.max_vcpu_id)?),

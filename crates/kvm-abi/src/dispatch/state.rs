@@ -53,6 +53,7 @@ pub fn sregs<V: VcpuOps>(vcpu: &mut V) -> KvmSregs {
 pub fn set_sregs<V: VcpuOps>(vcpu: &mut V, s: &KvmSregs) -> Done {
     let mut interrupt = None;
     for (word, base) in s.interrupt_bitmap.iter().zip([0u8, 64, 128, 192]) {
+        // One bit by contract (KVM API §4.13). Of several stock KVM takes the lowest, too.
         if *word != 0 {
             interrupt = Some(base | word.trailing_zeros() as u8);
             break;
@@ -76,6 +77,7 @@ pub fn set_sregs<V: VcpuOps>(vcpu: &mut V, s: &KvmSregs) -> Done {
         cr8: s.cr8,
         efer: s.efer,
         apic_base: s.apic_base,
+        // No PDPTRs in this form: the vCPU loads them from memory, where CR3 says.
         flags: 0,
         pdptrs: [0; 4],
     };
@@ -97,6 +99,7 @@ pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, sregs: &KvmSregs2) -> Done {
 /// KVM_GET_FPU: x87 and SSE registers (KVM API §4.22).
 #[inline(never)]
 pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    // What is filled in only in part must not show the kernel's stack.
     let mut fpu = KvmFpu::new_zeroed();
     vcpu.fpu(&mut fpu)?;
     user::write(arg, &fpu)
@@ -143,6 +146,7 @@ pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, xcrs: &KvmXcrs) -> Done {
     if vcpu.xcr0().is_none() || xcrs.nr_xcrs as usize > MAX_XCRS || xcrs.flags != 0 {
         return Err(Errno::EINVAL);
     }
+    // The first that names XCR0 counts: stock KVM stops at it.
     let given = xcrs.xcrs.iter().take(xcrs.nr_xcrs as usize);
     match given.into_iter().find(|xcr| xcr.xcr == 0) {
         Some(xcr0) => vcpu.set_xcr0(xcr0.value),
@@ -152,6 +156,8 @@ pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, xcrs: &KvmXcrs) -> Done {
 
 /// KVM_SET_DEBUGREGS: DR0 to DR3, DR6 and DR7 (KVM API §4.34).
 pub fn set_debugregs<V: VcpuOps>(vcpu: &mut V, regs: &KvmDebugregs) -> Done {
+    // Only the upper halves are refused, where a MOV would be #GP. Other reserved bits pass, as on
+    // stock KVM.
     if regs.flags != 0 || (regs.dr6 | regs.dr7) >> 32 != 0 {
         return Err(Errno::EINVAL);
     }
@@ -171,6 +177,8 @@ pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
     if events.flags & !VALID != 0 {
         return Err(Errno::EINVAL);
     }
+    // "Pending" and "injected" exclude each other. With both set "pending" wins, as in stock KVM
+    // (KVM API §4.32).
     if events.flags & VCPUEVENT_VALID_PAYLOAD != 0 {
         if events.exception.pending != 0 {
             events.exception.injected = 0;
@@ -200,6 +208,7 @@ pub fn set_mp_state<V: VcpuOps>(vcpu: &mut V, state: &KvmMpState) -> Done {
         | MP_STATE_HALTED
         | MP_STATE_INIT_RECEIVED
         | MP_STATE_SIPI_RECEIVED => has_lapic(vcpu.irqchip()),
+        // The others are s390's, and one is SEV-ES's.
         _ => false,
     };
     if !allowed {
@@ -230,6 +239,7 @@ pub fn set_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_SET_CPUID2. After the first KVM_RUN the same table is taken, so that a VMM may repeat
 /// itself, and no other.
 pub fn set_cpuid<V: VcpuOps>(vcpu: &mut V, entries: Box<[KvmCpuidEntry2]>) -> Done {
+    // After a run the table is only compared with one that has passed this.
     if !vcpu.has_run() && !lists::cpuid_can_be(&entries) {
         return Err(Errno::EINVAL);
     }
@@ -244,6 +254,7 @@ pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 
 /// KVM_INTERRUPT, for VMMs with their own PIC.
 pub fn interrupt<V: VcpuOps>(vcpu: &mut V, interrupt: &KvmInterrupt) -> Done {
+    // The vector before the irqchip: stock KVM's order.
     let vector = u8::try_from(interrupt.irq).map_err(|_| Errno::EINVAL)?;
     if vcpu.irqchip() == Irqchip::Full {
         return Err(Errno::ENXIO);
@@ -257,6 +268,7 @@ pub fn set_signal_mask<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
         None
     } else {
         let head: KvmSignalMask = user::read(arg)?;
+        // The kernel's own set and no libc's, which is larger (KVM API §4.21).
         if head.len != size_of::<u64>() as u32 {
             return Err(Errno::EINVAL);
         }
@@ -269,6 +281,7 @@ pub fn set_signal_mask<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_TRANSLATE: a linear address by the guest's tables (KVM API §4.15).
 pub fn translate<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let asked: KvmTranslation = user::read(arg)?;
+    // Made anew: what the VMM had in the other fields does not come back as an answer.
     let mut answer = KvmTranslation { linear_address: asked.linear_address, ..Default::default() };
     vcpu.translate(&mut answer);
     user::write(arg, &answer)
@@ -285,6 +298,7 @@ pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, debug: &KvmGuestDebug) -> Done 
     }
     use crate::uapi::debug::{GUESTDBG_INJECT_BP, GUESTDBG_INJECT_DB};
     let injects = debug.control & (GUESTDBG_INJECT_DB | GUESTDBG_INJECT_BP) != 0;
+    // Before anything is set: on EBUSY the old debugging goes on.
     if injects && vcpu.exception_pending() {
         return Err(Errno::EBUSY);
     }
@@ -298,6 +312,7 @@ pub fn tpr_access_reporting<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
         return Err(Errno::EINVAL);
     }
     vcpu.set_tpr_reporting(control.enabled != 0)?;
+    // Nothing has changed; the number says that it is copied back (_IOWR).
     user::write(arg, &control)
 }
 
@@ -312,6 +327,7 @@ pub fn set_vapic_addr<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 
 /// KVM_X86_SETUP_MCE: bits 0–7 of MCG_CAP count banks, bits 16–23 extended registers.
 pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, mcg_cap: u64) -> Done {
+    // Counts and not capabilities, so that the mask of those does not hold for them.
     const COUNTS: u64 = 0x00ff_00ff;
     let offer = vcpu.offer();
     let banks = (mcg_cap & 0xff) as u32;
@@ -363,15 +379,19 @@ pub fn attribute<V: VcpuOps>(vcpu: &mut V, arg: u64, what: Attribute) -> Done {
 pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, cap: &KvmEnableCap) -> Done {
     let [value, ..] = cap.args;
     match cap.cap {
+        // No flag is defined (KVM API §4.37).
         _ if cap.flags != 0 => Err(Errno::EINVAL),
         CAP_ENFORCE_PV_FEATURE_CPUID => {
             vcpu.enforce_pv_features(value != 0);
             Ok(())
         }
         CAP_HYPERV_ENLIGHTENED_VMCS if vcpu.offer().hyperv => {
+            // Switched on before the answer is written: with a bad pointer it stays on, as on stock
+            // KVM.
             let versions = vcpu.enable_enlightened_vmcs();
             user::write(value, &versions)
         }
+        // Known, and not possible on this host: not EINVAL, which is for what nobody knows.
         CAP_HYPERV_ENLIGHTENED_VMCS => Err(Errno::ENOTTY),
         _ => Err(Errno::EINVAL),
     }

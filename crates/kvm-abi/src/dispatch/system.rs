@@ -12,11 +12,13 @@ use crate::user;
 
 /// The answer of a command that takes no argument.
 pub fn without_argument(arg: u64, value: i32) -> Reply {
+    // An argument is reserved for a later meaning.
     if arg != 0 { Err(Errno::EINVAL) } else { Ok(value) }
 }
 
 /// KVM_CREATE_VM. The argument is the type of machine; there is one.
 pub fn create_vm<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
+    // Other types are software-protected VMs and those of SEV (KVM_CAP_VM_TYPES is 1).
     if arg != 0 {
         return Err(Errno::EINVAL);
     }
@@ -25,6 +27,7 @@ pub fn create_vm<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
 
 /// KVM_GET_EMULATED_CPUID: features that are emulated (KVM API §4.88).
 pub fn emulated_cpuid<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
+    // First, as in stock KVM: EINVAL goes before what fits.
     lists::check_padding(arg)?;
     lists::write_cpuid(arg, || kvm.emulated_cpuid())
 }

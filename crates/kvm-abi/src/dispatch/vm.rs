@@ -17,6 +17,7 @@ const MIN_MMU_PAGES: u64 = 64;
 /// KVM_CHECK_EXTENSION on a VM: what was set of it, of a capability that has a value.
 pub fn vm_extension(vm: &impl VmOps, capability: u64) -> i32 {
     if capability == u64::from(CAP_X86_APIC_BUS_CYCLES_NS) {
+        // A negative answer would be an errno.
         return vm.bus_cycle_ns().min(i32::MAX as u32) as i32;
     }
     check_extension(vm.offer(), capability)
@@ -25,6 +26,7 @@ pub fn vm_extension(vm: &impl VmOps, capability: u64) -> i32 {
 /// KVM_CREATE_VCPU: makes a vCPU and its file (KVM API §4.7).
 pub fn create_vcpu<V: VmOps>(vm: &V, id: u64) -> Reply {
     match u32::try_from(id) {
+        // What can be said without the lock. The limit that the VMM has set is looked at under it.
         Ok(id) if id < vm.offer().max_vcpu_id => vm.create_vcpu(id),
         _ => Err(Errno::EINVAL),
     }
@@ -67,6 +69,7 @@ pub fn set_nr_mmu_pages<V: VmOps>(vm: &V, pages: u64) -> Done {
 /// KVM_SET_CLOCK: sets the clock of kvmclock (KVM API §4.30).
 pub fn set_clock<V: VmOps>(vm: &V, arg: u64) -> Done {
     let data: KvmClockData = user::read(arg)?;
+    // Also flags that ask for nothing are valid: what KVM_GET_CLOCK gave is given back.
     if data.flags & !CLOCK_VALID_FLAGS != 0 {
         return Err(Errno::EINVAL);
     }
@@ -80,6 +83,7 @@ pub fn set_tsc_khz<V: VmOps>(vm: &V, arg: u64) -> Done {
 
 /// KVM_CREATE_DEVICE. There is no kind of device yet, known or unknown.
 pub fn create_device(arg: u64) -> Reply {
+    // Read for the error alone: EFAULT goes before ENODEV.
     let _: KvmCreateDevice = user::read(arg)?;
     Err(Errno::ENODEV)
 }

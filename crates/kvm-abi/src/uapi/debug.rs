@@ -18,6 +18,7 @@ uapi! {
     }
 }
 
+// The low half is every architecture's, the high half x86's (KVM API §4.87).
 pub const GUESTDBG_ENABLE: u32 = 1;
 pub const GUESTDBG_SINGLESTEP: u32 = 2;
 pub const GUESTDBG_USE_SW_BP: u32 = 0x0001_0000;

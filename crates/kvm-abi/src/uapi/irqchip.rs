@@ -46,6 +46,7 @@ uapi! {
     struct KvmIrqchip {
         chip_id: u32,
         pad: u32,
+        // Words and no union, which could not be read without `unsafe`.
         chip: [u64; KVM_IRQCHIP_BYTES / 8],
     }
 
@@ -109,6 +110,7 @@ uapi! {
         type_: u32,
         flags: u32,
         pad: u32,
+        // As words, too.
         u: [u64; 4],
     }
 

@@ -63,7 +63,9 @@ pub const MEM_READONLY: u32 = 1 << 1;
 pub const MEM_GUEST_MEMFD: u32 = 1 << 2;
 /// Address spaces that a slot can belong to: 0, and 1 for system-management mode.
 pub const ADDRESS_SPACES: u32 = 2;
+// 32,767, less three that stock KVM keeps for itself.
 /// Slots that user space may number: 0 up to this.
 pub const USER_MEM_SLOTS: u32 = 32764;
+// Stock KVM's limit, whose bitmaps are walked with 31-bit numbers.
 /// Most pages in one slot.
 pub const MEM_MAX_NR_PAGES: u64 = (1 << 31) - 1;

@@ -14,6 +14,7 @@ macro_rules! uapi {
         struct $name:ident { $($(#[$fattr:meta])* $field:ident : $ty:ty,)* }
     )*) => {$(
         $(#[$attr])*
+        // IntoBytes does not derive for a type with padding: that is the proof that nothing leaks.
         #[derive(
             Clone, Copy, Debug, PartialEq, Eq,
             zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout,

@@ -115,6 +115,7 @@ uapi! {
     }
 }
 
+// Not by the macro, whose types are Copy: 4 KiB would soon lie on a stack.
 /// The first 4 KiB of an XSAVE area in standard format (KVM_GET_XSAVE, KVM_SET_XSAVE).
 /// KVM_GET_XSAVE2 may carry more behind it.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]

@@ -19,6 +19,7 @@ uapi! {
         flags: u16,
         cr8: u64,
         apic_base: u64,
+        // The union as words: what lies where is said by whoever shows the exit.
         exit: [u64; 32],
         kvm_valid_regs: u64,
         kvm_dirty_regs: u64,
@@ -45,6 +46,7 @@ pub const COALESCED_MMIO_PAGE_OFFSET: u64 = 2;
 /// coalesced MMIO.
 pub const VCPU_MMAP_SIZE: u64 = 3 * 4096;
 
+// The header's numbers, of exits that are never made here as well.
 pub const EXIT_UNKNOWN: u32 = 0;
 pub const EXIT_EXCEPTION: u32 = 1;
 pub const EXIT_IO: u32 = 2;

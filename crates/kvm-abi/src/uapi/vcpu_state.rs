@@ -104,6 +104,7 @@ pub const NESTED_GIF_SET: u16 = 0x100;
 /// What the ioctl knows of [`KvmNestedState::flags`]: L2 runs, its entry is pending, the VMCS is an enlightened one, a
 /// monitor-trap exit is pending, the global interrupt flag is set.
 pub const NESTED_FLAGS: u16 =
+    // Both vendors' flags: the ioctl refuses what nobody knows, the backend what is not its own.
     NESTED_GUEST_MODE | NESTED_RUN_PENDING | 1 << 2 | 1 << 3 | NESTED_GIF_SET;
 pub const NESTED_GUEST_MODE: u16 = 1;
 pub const NESTED_RUN_PENDING: u16 = 2;
@@ -115,6 +116,7 @@ pub const fn largest_nested_state(format: u16) -> u32 {
 /// No VMXON region, no current vmcs12.
 pub const NESTED_NO_ADDRESS: u64 = u64::MAX;
 
+// Those of x86 (KVM API §4.38).
 pub const MP_STATE_RUNNABLE: u32 = 0;
 pub const MP_STATE_UNINITIALIZED: u32 = 1;
 pub const MP_STATE_INIT_RECEIVED: u32 = 2;
