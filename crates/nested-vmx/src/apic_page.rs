@@ -17,16 +17,20 @@ const TPR: u16 = reg::TPR as u16;
 
 /// Whether an access of four bytes at that offset, a plain one, is virtualized. Every other makes an exit.
 pub fn serves(v: &Vmcs12, offset: u16, direction: Direction) -> bool {
+    // Without a TPR shadow every access exits, and so does one that does not begin at a register: they lie 16 bytes
+    // apart (§30.4.2, §30.4.3.1).
     if !v.primary().contains(ProcControls::TPR_SHADOW) || offset & 0xf != 0 {
         return false;
     }
     let second = v.secondary();
+    // The manual's two lists decide alone then; TPR, EOI and ICR are in both.
     if second.contains(ProcControls2::APIC_REGISTERS) {
         return match direction {
             Direction::Read => is_read(offset),
             Direction::Write => is_written(offset),
         };
     }
+    // Without it L2 reads the TPR alone, and EOI and ICR are written only where virtual interrupts are delivered.
     let by_interrupts = direction.is_write()
         && second.contains(ProcControls2::VIRTUAL_INTERRUPTS)
         && matches!(offset, EOI | ICR_LOW);
@@ -35,6 +39,7 @@ pub fn serves(v: &Vmcs12, offset: u16, direction: Direction) -> bool {
 
 /// Registers that are read from the page (§30.4.2).
 fn is_read(offset: u16) -> bool {
+    // PPR (A0h), the current count (390h) and CMCI (2F0h) are in neither list: L1 sees an exit for them.
     matches!(
         offset,
         0x20 | 0x30 | 0x80 | 0xb0 | 0xd0 | 0xe0 | 0xf0 | 0x280 | 0x300 | 0x310 | 0x380 | 0x3e0
@@ -43,15 +48,18 @@ fn is_read(offset: u16) -> bool {
 
 /// Registers that are written to the page (§30.4.3).
 fn is_written(offset: u16) -> bool {
+    // The version and the three sets of vectors can be read and not written.
     !matches!(offset, 0x30 | 0x100..=0x270) && is_read(offset)
 }
 
 fn place(v: &Vmcs12, offset: u16) -> Gpa {
+    // An entry has checked that the page is aligned: the sum stays within it.
     Gpa(v.get(field::VIRTUAL_APIC_ADDR).wrapping_add(u64::from(offset)))
 }
 
 /// What a load of four bytes gives. Where no memory is all bits are ones.
 pub fn read(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u32 {
+    // A CPU never asks: it reads whatever lies there. L1 has named a page that it has not got.
     memory.read_u32(place(v, offset)).unwrap_or(u32::MAX)
 }
 
@@ -63,15 +71,20 @@ pub fn write(v: &mut Vmcs12, offset: u16, value: u32, memory: &impl GuestMemory)
         ICR_HIGH => value & 0xff00_0000,
         _ => value,
     };
+    // A store to where no memory is is lost, as on a bus.
     let _ = memory.write(place(v, offset), &kept.to_le_bytes());
     let by_interrupts = virtual_interrupts::are_on(v);
     match offset {
+        // Bits 7:4 of the TPR are what CR8 has as its value.
         TPR => priority::moved(v, u64::from(kept >> 4), memory),
+        // The upper half of the ICR does nothing by itself: it waits for the lower.
         ICR_HIGH => Moved::Stored,
+        // The register is cleared first, then the interrupt ends: EOI virtualization reads as 0 whatever L2 wrote.
         EOI if by_interrupts => {
             let _ = memory.write(place(v, offset), &[0; 4]);
             Moved::ended(virtual_interrupts::end(v, memory))
         }
+        // Every other IPI is L1's to send: it sees an exit behind the store.
         ICR_LOW if by_interrupts && let Some(vector) = virtual_interrupts::self_ipi(value) => {
             Moved::evaluated(virtual_interrupts::send_self(v, vector, memory))
         }
@@ -97,12 +110,14 @@ pub(crate) fn is_in_reach(v: &Vmcs12) -> bool {
 
 /// Whether the APIC-access page that an entry names is memory. No CPU asks; stock KVM leaves it to the VMM.
 pub fn is_there(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
+    // One byte tells: a page is memory as a whole, or not at all.
     is_in_reach(v) && v.apic_access_page().is_none_or(|page| memory.read_u8(page).is_ok())
 }
 
 /// Whether L2 is left right behind an entry, before its first instruction: with an APIC-access page that is what a
 /// priority below the threshold leads to (§27.7.7).
 pub fn falls_at_entry(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
+    // With virtual interrupts the threshold is not used, and 0 is above no priority: the page is not read then.
     let second = v.secondary();
     second.contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
         && !second.contains(ProcControls2::VIRTUAL_INTERRUPTS)

@@ -11,6 +11,7 @@ use x86::{Cr0, Cr4};
 
 /// Bits that a CPU without the "true" MSRs fixes to 1 (SDM vol. 3C §A.2 to §A.5).
 mod default1 {
+    // Stock KVM's names for these end in ALWAYSON_WITHOUT_TRUE_MSR.
     pub const PIN: u32 = 0x16;
     pub const PRIMARY: u32 = 0x0401_e172;
     pub const EXIT: u32 = 0x0003_6dff;
@@ -111,6 +112,7 @@ pub struct Offer {
 impl Offer {
     /// Everything.
     pub const WHOLE: Self = Self {
+        // The five that stock KVM offers, too.
         pin: PinControls::EXTERNAL_INTERRUPT
             .union(PinControls::NMI)
             .union(PinControls::VIRTUAL_NMIS)
@@ -137,6 +139,7 @@ impl Offer {
             .union(ProcControls::MONITOR)
             .union(ProcControls::PAUSE)
             .union(ProcControls::SECONDARY),
+        // PAUSE-loop exiting is missing, as in stock KVM: its gap and its window have no place in the image.
         secondary: ProcControls2::VIRTUALIZE_APIC_ACCESSES
             .union(ProcControls2::EPT)
             .union(ProcControls2::DESCRIPTOR_TABLES)
@@ -169,6 +172,7 @@ impl Offer {
             .union(EntryControls::LOAD_PERF_GLOBAL_CTRL)
             .union(EntryControls::LOAD_PAT)
             .union(EntryControls::LOAD_EFER),
+        // No uncacheable tables, as in stock KVM. Tables of five levels, which that offers, are not offered here.
         ept_vpid: ept_vpid::EXECUTE_ONLY
             | ept_vpid::LEVELS_4
             | ept_vpid::WRITE_BACK
@@ -180,6 +184,7 @@ impl Offer {
             | ept_vpid::INVEPT_ALL
             | ept_vpid::INVVPID
             | ept_vpid::INVVPID_KINDS,
+        // Not shutdown, nor in stock KVM: L1 hears of the triple fault itself.
         activity: misc::HLT | misc::WAIT_FOR_SIPI,
     };
 }
@@ -187,8 +192,11 @@ impl Offer {
 /// What L0 does by itself, whether or not the CPU can.
 mod emulated {
     use super::{ExitControls, PinControls, ProcControls, ProcControls2, ept_vpid};
+    // The timer is a deadline of L0's; what is posted L0 takes out of L1's descriptor.
     pub const PIN: u32 = PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS).bits();
+    // L0 merges L1's map of MSRs, and keeps L2's priority in L1's page by itself.
     pub const PRIMARY: u32 = ProcControls::MSR_BITMAPS.union(ProcControls::TPR_SHADOW).bits();
+    // vmcs02 has none of these: what they stand for is done when L2 exits for it.
     pub const SECONDARY: u32 = ProcControls2::SHADOW_VMCS
         .union(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
         .union(ProcControls2::VIRTUALIZE_X2APIC)
@@ -196,6 +204,7 @@ mod emulated {
         .union(ProcControls2::VIRTUAL_INTERRUPTS)
         .union(ProcControls2::PML)
         .bits();
+    // EFER is exchanged with L0's own word of it; an interrupt that is acknowledged comes out of L0's local APIC.
     pub const EXIT: u32 = ExitControls::LOAD_EFER.bits()
         | ExitControls::SAVE_EFER.bits()
         | ExitControls::SAVE_PREEMPTION_TIMER.bits()
@@ -247,7 +256,9 @@ const fn allowed(must: u32, may: u32) -> Allowed {
 
 /// A control word: what the host allows or L0 emulates of what is offered, and what is always one.
 const fn word(host: u64, offer: u32, emulated: u32, always: u32, freed: u32) -> Allowed {
+    // What must be 1 may be 1, whatever the host says: else no word at all would pass the checks.
     let may = (Allowed(host).may() | emulated) & offer | always;
+    // Freed is what the "true" MSR lets be 0 although older CPUs fix it to 1 (§A.3.2, §A.4, §A.5).
     allowed(always & !freed, may)
 }
 
@@ -276,12 +287,14 @@ impl Capabilities {
 
     /// What a vCPU is shown on a host with these MSRs.
     pub fn compute(host: &Host, offer: &Offer) -> Self {
+        // With EPT a hypervisor does not want to hear of CR3: both exits can be off, as stock KVM has it.
         let cr3 = ProcControls::CR3_LOAD.union(ProcControls::CR3_STORE).bits();
         let primary =
             word(host.primary, offer.primary.bits(), emulated::PRIMARY, default1::PRIMARY, cr3);
         let (secondary, ept) = Self::translation(host, offer, primary);
         let vmfunc = ProcControls2::VMFUNC.union(ProcControls2::EPT).bits();
         Self {
+            // A region of a page, of which the image takes a quarter: stock KVM says the same. 6 is write-back memory.
             basic: VmxBasic(
                 u64::from(VMCS12_REVISION)
                     | 4096 << 32
@@ -292,6 +305,7 @@ impl Capabilities {
             pin: word(host.pin, offer.pin.bits(), emulated::PIN, default1::PIN, 0),
             primary,
             secondary: allowed(0, secondary),
+            // Saving and loading the debug controls is freed, as in stock KVM.
             exit: word(
                 host.exit,
                 offer.exit.bits(),
@@ -306,16 +320,20 @@ impl Capabilities {
                 default1::ENTRY,
                 EntryControls::LOAD_DEBUG.bits(),
             ),
+            // WRITE_ALL whatever the host has: L1's VMWRITE goes into VMCS12, which has no read-only part.
             misc: host.misc & misc::SAVE_LMA
                 | misc::WRITE_ALL
                 | offer.activity & (misc::HLT | misc::WAIT_FOR_SIPI)
                 | u64::from(TIMER_RATE),
+            // No CPU fixes more of CR0 than these three.
             cr0_fixed0: (Cr0::PE | Cr0::NE | Cr0::PG).bits(),
             cr0_fixed1: host.cr0_fixed1,
+            // VMXE stays set as long as VMX operation lasts, in L1 and in L2 (SDM vol. 3C §24.8).
             cr4_fixed0: Cr4::VMXE.bits(),
             cr4_fixed1: host.cr4_fixed1,
             vmcs_enum: MAX_INDEX << 1,
             ept_vpid: EptVpidCap(ept),
+            // EPTP switching without EPT would have nothing to switch.
             vmfunc: if secondary & vmfunc == vmfunc { EPTP_SWITCHING } else { 0 },
         }
     }
@@ -324,6 +342,7 @@ impl Capabilities {
     /// the field, is left out by both).
     #[must_use]
     pub fn enlightened(&self) -> Self {
+        // Bits 63:32 say what may be 1. What must be 1 is left alone: none of it is taken away.
         let without = |word: Allowed, bits: u32| Allowed(word.0 & !(u64::from(bits) << 32));
         let pin = PinControls::PREEMPTION_TIMER | PinControls::POSTED_INTERRUPTS;
         let secondary = ProcControls2::VIRTUALIZE_APIC_ACCESSES
@@ -344,6 +363,7 @@ impl Capabilities {
 
     /// What is offered as a whole is something else: what came of secondary controls is offered now, what went is not.
     pub fn follow_secondary(&mut self, old: &Self, new: &Self) {
+        // What the VMM has taken away of what was offered before stays away: only what is new is added.
         let came = new.secondary.may() & !old.secondary.may();
         let may = self.secondary.may() & new.secondary.may() | came;
         self.secondary = allowed(self.secondary.must(), may);
@@ -354,11 +374,13 @@ impl Capabilities {
         let has_secondary = primary.may() & ProcControls::SECONDARY.bits() != 0;
         let mut secondary =
             word(host.secondary, offer.secondary.bits(), emulated::SECONDARY, 0, 0).may();
+        // Without the activating bit no CPU looks at the secondary controls: none can be offered.
         if !has_secondary {
             secondary = 0;
         }
         let mut ept = (host.ept_vpid | emulated::EPT_VPID) & offer.ept_vpid;
         if secondary & ProcControls2::EPT.bits() == 0 {
+            // Bits 31:0 are of EPT, the upper half is of INVVPID (§A.10).
             ept &= !0xffff_ffff;
             // An entry without EPT refuses both (SDM vol. 3C §27.2.1.1).
             secondary &= !(ProcControls2::UNRESTRICTED_GUEST | ProcControls2::PML).bits();
@@ -366,6 +388,7 @@ impl Capabilities {
         if secondary & ProcControls2::VPID.bits() == 0 {
             ept &= 0xffff_ffff;
         }
+        // The log tells of dirty flags that are set: without those it would stay empty.
         if ept & ept_vpid::ACCESSED_DIRTY == 0 {
             secondary &= !ProcControls2::PML.bits();
         }
@@ -374,6 +397,7 @@ impl Capabilities {
 
     /// RDMSR, by L1 or by the VMM.
     pub fn read(&self, msr: u32) -> Option<u64> {
+        // The plain MSRs show what older CPUs fix to 1 as fixed, for hypervisors that do not look at the "true" ones.
         let with = |word: Allowed, ones: u32| word.0 | u64::from(ones);
         Some(match msr {
             cap::VMX_BASIC => self.basic.0,
@@ -407,6 +431,7 @@ impl Capabilities {
         value: u64,
         in_vmx_operation: bool,
     ) -> Result<(), Refused> {
+        // A VMCS that was checked by them may be current. Stock KVM refuses here, too, before it looks at the number.
         if in_vmx_operation {
             return Err(Refused::InVmxOperation);
         }
@@ -422,6 +447,7 @@ impl Capabilities {
             cap::VMX_CR4_FIXED0 => more_ones(&mut self.cr4_fixed0, whole.cr4_fixed0, value),
             cap::VMX_EPT_VPID_CAP => fewer_ones(&mut self.ept_vpid.0, whole.ept_vpid.0, value),
             cap::VMX_VMFUNC => fewer_ones(&mut self.vmfunc, whole.vmfunc, value),
+            // Compared with nothing: stock KVM takes any value, and no rule here looks at it.
             cap::VMX_VMCS_ENUM => {
                 self.vmcs_enum = value;
                 Ok(())
@@ -441,6 +467,7 @@ impl Capabilities {
         // Features and reserved bits; bit 48, 32-bit addresses, is no feature of ours.
         let bits = 1 << 49 | 1 << 54 | 1 << 55 | 1 << 31 | 7 << 45 | 0xff << 56;
         let new = VmxBasic(value);
+        // Another revision would be another layout of the image. A region may be larger, never smaller.
         let fits = is_subset(whole.basic.0, value, bits)
             && !new.is_32_bit()
             && new.revision() == whole.basic.revision()
@@ -458,6 +485,7 @@ impl Capabilities {
         let timer = self.pin.may() & PinControls::PREEMPTION_TIMER.bits() != 0;
         let cr3_targets = |v: u64| v >> misc::CR3_TARGETS_SHIFT & 0x1ff;
         let list = |v: u64| v >> misc::MSR_LIST_SHIFT & 7;
+        // Where L1 has the timer its rate is L0's: saved deadlines are counted in it. Bits 63:32 are the MSEG's revision.
         let fits = is_subset(whole.misc, value, bits)
             && !(timer && (value ^ whole.misc) & misc::TIMER_RATE != 0)
             && cr3_targets(value) <= cr3_targets(whole.misc)
@@ -477,6 +505,7 @@ impl Capabilities {
 
     /// How many entries an MSR list may have.
     pub fn msr_list_limit(&self) -> u32 {
+        // n stands for 512 * (n + 1) entries (§A.6).
         ((self.misc >> misc::MSR_LIST_SHIFT & 7) as u32 + 1) * 512
     }
 
@@ -492,6 +521,7 @@ impl Capabilities {
 }
 
 fn narrow(word: &mut Allowed, whole: Allowed, value: u64) -> Result<(), Refused> {
+    // The lower half is what must be 1, the upper what may be: a VMM may ask for more ones there, for fewer here.
     let must_stays = is_subset(value, whole.0, 0xffff_ffff);
     let may_shrinks = is_subset(whole.0, value, !0xffff_ffff);
     if !must_stays || !may_shrinks {
@@ -502,6 +532,7 @@ fn narrow(word: &mut Allowed, whole: Allowed, value: u64) -> Result<(), Refused>
 }
 
 fn more_ones(word: &mut u64, whole: u64, value: u64) -> Result<(), Refused> {
+    // Ones that have to be: a VMM may demand more of L1.
     if !is_subset(value, whole, u64::MAX) {
         return Err(Refused::NotNarrower);
     }

@@ -40,6 +40,7 @@ impl Limits {
 
 /// Whether a control register has the bits that are fixed (SDM vol. 3C §A.7, §A.8).
 pub(crate) fn is_fixed(value: u64, ones: u64, may: u64) -> bool {
+    // FIXED0 has 1 where a bit must be 1, FIXED1 has 0 where it must be 0.
     value & ones == ones && value & !may == 0
 }
 
@@ -50,11 +51,13 @@ fn rule<R>(holds: bool, broken: R) -> Result<(), R> {
 
 /// Whether every byte of a PAT is a memory type (SDM vol. 3A table 12-10).
 pub fn is_pat(pat: u64) -> bool {
+    // 2 and 3 are reserved, as is everything above 7.
     pat.to_le_bytes().iter().all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
 }
 
 /// Whether EFER may be loaded and its LMA and LME are as told; `lme` is not compared if `None`.
 fn is_efer(efer: u64, limits: &Limits, lma: bool, lme: Option<bool>) -> bool {
+    // LMA is compared, though WRMSR does not set it: an entry and an exit load the word as it is.
     let has = |bit: Efer| efer & bit.bits() != 0;
     efer & !limits.efer == 0 && has(Efer::LMA) == lma && lme.is_none_or(|l| has(Efer::LME) == l)
 }

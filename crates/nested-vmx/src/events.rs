@@ -76,6 +76,7 @@ pub enum Sleeps {
 /// exception that is pending, and a window of L1's that is open (SDM vol. 3C §27.7.2, §27.7.3, §27.7.5, §27.7.6).
 pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
     match v.get(field::GUEST_ACTIVITY) {
+        // Neither an event nor a window reaches a processor that waits for a startup IPI.
         activity_state::WAIT_FOR_SIPI => return Some(Sleeps::WaitForSipi),
         activity_state::HLT => {}
         _ => return None,
@@ -83,6 +84,7 @@ pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
     let first = v.primary();
     let open = v.get(field::GUEST_RFLAGS) & x86::Rflags::IF.bits() != 0;
     let nmis_open = v.get(field::GUEST_INTERRUPTIBILITY) & interruptibility::NMI == 0;
+    // A pending debug exception is delivered right behind the entry; the exit for an open window comes there as well.
     let wakes = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0
         || v.get(field::GUEST_PENDING_DEBUG) != 0
         || first.contains(ProcControls::INTERRUPT_WINDOW) && open
@@ -92,6 +94,7 @@ pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
 
 /// What becomes of one event.
 pub fn gate(v: &Vmcs12, event: Event, state: &State) -> Gate {
+    // Between VMLAUNCH and L2's first instruction nothing ends its run: what the entry injects comes first.
     let exit_unless_held = |asked: bool, otherwise: Gate| match (asked, state.entry_pending) {
         (true, true) => Gate::Hold,
         (true, false) => Gate::ExitToL1,
@@ -99,15 +102,21 @@ pub fn gate(v: &Vmcs12, event: Event, state: &State) -> Gate {
     };
     let waits_for_sipi = v.get(field::GUEST_ACTIVITY) == activity_state::WAIT_FOR_SIPI;
     match event {
+        // It waits for the startup IPI behind an earlier INIT: another changes nothing.
         Event::Init if waits_for_sipi => Gate::Drop,
+        // No control keeps an INIT for the guest (§26.2).
         Event::Init => exit_unless_held(true, Gate::Drop),
+        // A startup IPI that nobody waits for is lost.
         Event::Sipi(_) => exit_unless_held(waits_for_sipi, Gate::Drop),
         // Nothing else wakes a processor that waits for a SIPI.
         _ if waits_for_sipi => Gate::Hold,
+        // The event whose delivery was interrupted comes before a trap behind it.
         Event::MonitorTrap | Event::PreemptionTimer if state.injecting => Gate::Hold,
         Event::MonitorTrap | Event::PreemptionTimer => exit_unless_held(true, Gate::Drop),
+        // SMIs do not nest, and neither an entry nor a delivery is cut in two by SMM.
         Event::Smi if state.smm => Gate::Hold,
         Event::Smi if state.entry_pending || state.injecting => Gate::Hold,
+        // Without the dual-monitor treatment L1 sees nothing of an SMI.
         Event::Smi => Gate::Deliver,
         Event::Nmi => {
             let exits = v.pin().contains(PinControls::NMI);
@@ -132,6 +141,7 @@ pub fn gate(v: &Vmcs12, event: Event, state: &State) -> Gate {
 fn asynchronous(exits: bool, blocked: bool, state: &State) -> Gate {
     match (state.entry_pending || state.injecting, exits, blocked) {
         (true, true, _) => Gate::Hold,
+        // Whatever IF says: with the exit it masks nothing (§26.2).
         (false, true, _) => Gate::ExitToL1,
         // An entry has room for one event, and may carry another.
         (true, false, _) | (false, false, true) => Gate::Window,
@@ -141,6 +151,7 @@ fn asynchronous(exits: bool, blocked: bool, state: &State) -> Gate {
 
 fn window(waits: bool, blocked: bool, state: &State) -> Gate {
     match (waits, blocked || state.entry_pending || state.injecting) {
+        // A window that cannot be yet stays open. It has nothing of its own that could be lost.
         (false, _) => Gate::Drop,
         (true, true) => Gate::Hold,
         (true, false) => Gate::ExitToL1,
@@ -164,6 +175,7 @@ pub fn report(event: Event, interrupt: Option<u8>) -> Report {
         Event::InterruptWindow => Report::plain(ExitReason::InterruptWindow, 0),
         Event::Interrupt => {
             let mut report = Report::plain(ExitReason::ExternalInterrupt, 0);
+            // Without the acknowledgement the information is not valid, and the interrupt stays in the local APIC (§28.2.2).
             if let Some(vector) = interrupt {
                 report.interruption = event::VALID | event::INTR | u32::from(vector);
             }
@@ -199,6 +211,7 @@ pub struct Injection {
 /// The injection that an exit has interrupted: what the next entry of L2 injects, if L1 does not see the exit.
 pub fn interrupted(exit: &impl crate::leave::Exit) -> Option<Injection> {
     let information = exit.get(field::IDT_VECTORING);
+    // Valid only where the exit came within a delivery (§28.2.4).
     if information & event::VALID == 0 {
         return None;
     }
@@ -218,6 +231,7 @@ pub fn tell_interrupted(report: &mut Report, injection: Injection) {
     report.vectoring = injection.information;
     report.vectoring_error = injection.error_code;
     let kind = injection.information & event::TYPE;
+    // Of other events the field is of no instruction of theirs.
     if matches!(kind, event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION | event::SOFT_EXCEPTION) {
         report.length = injection.length;
     }

@@ -88,14 +88,17 @@ impl Report {
             report.qualification = exit.get(field::EXIT_QUALIFICATION);
         }
         if reason == ExitReason::ExceptionOrNmi {
+            // The vector of an external interrupt is not told here: it is the host's, and L1 hears of its own by another report.
             report.interruption = exit.get(field::EXIT_INTERRUPTION);
             if report.interruption & event::ERROR_VALID != 0 {
                 report.error_code = exit.get(field::EXIT_ERROR_CODE);
             }
         }
+        // A VMREAD less for frequent exits: between two instructions nothing is being delivered.
         if !is_between_instructions(reason) {
             report.vectoring = exit.get(field::IDT_VECTORING);
         }
+        // Of what is not valid no bit is defined: L1 reads 0, and nothing that the host left.
         if report.vectoring & event::VALID == 0 {
             report.vectoring = 0;
         } else if report.vectoring & event::ERROR_VALID != 0 {
@@ -103,6 +106,7 @@ impl Report {
         }
         // The length is of the instruction that exits, or of the one that raises a software event.
         report.length = exit.get(field::INSTRUCTION_LENGTH);
+        // Undefined for all others (§28.2.5).
         if has_information(reason) {
             report.information = exit.get(field::INSTRUCTION_INFO);
         }
@@ -112,6 +116,7 @@ impl Report {
 }
 
 fn addresses(report: &mut Report, exit: &impl Exit) {
+    // Where the manual gives the field a meaning (§28.2.1). Elsewhere VMCS12 keeps what it had.
     let linear = match report.reason {
         ExitReason::EptViolation => report.qualification & ept_violation::LINEAR_VALID != 0,
         ExitReason::Io => report.qualification & x86::vmcs::io::STRING != 0,
@@ -134,6 +139,7 @@ const LMSW_MEMORY: u64 = 1 << 6;
 
 /// Exits of frequent instructions, and interrupts: no event is being delivered then (SDM vol. 3C §28.2.4).
 fn is_between_instructions(reason: ExitReason) -> bool {
+    // Not all that there are: those that are worth the VMREAD.
     matches!(
         reason,
         ExitReason::Cpuid
@@ -151,6 +157,7 @@ fn is_between_instructions(reason: ExitReason) -> bool {
 
 /// Exits with a qualification; elsewhere it is cleared (SDM vol. 3C §28.2.1).
 fn has_qualification(reason: ExitReason) -> bool {
+    // What is not named here costs a VMREAD, and the CPU gives 0 where it has no qualification.
     !matches!(
         reason,
         ExitReason::ExternalInterrupt
@@ -230,6 +237,7 @@ pub fn save(v: &mut Vmcs12, exit: &impl Exit, report: &Report, known: &Known) ->
 
 /// Saves the hot part of L2's state.
 pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
+    // What a hypervisor looks at after nearly every exit; the rest waits in vmcs02 until it is asked for.
     v.set(field::GUEST_RIP, exit.get(field::GUEST_RIP));
     v.set(field::GUEST_RSP, exit.get(field::GUEST_RSP));
     v.set(field::GUEST_RFLAGS, exit.get(field::GUEST_RFLAGS));
@@ -237,16 +245,19 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     v.set(field::GUEST_PENDING_DEBUG, exit.get(field::GUEST_PENDING_DEBUG));
     v.set(field::GUEST_CS_RIGHTS, exit.get(field::GUEST_CS_RIGHTS));
     v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
+    // The hardware's field says active all the time: L0 sleeps for L2.
     v.set(field::GUEST_ACTIVITY, known.activity);
     let mut differ = save_msrs(v, exit, known);
     // An exit updates this control, for the next entry to resume L2 in its mode (SDM vol. 3C
     // §28.2).
+    // EFER as L2 left it: it may have changed its mode without an exit that L1 sees.
     let lma = known.efer & Efer::LMA.bits() != 0;
     let mut entry = v.entry();
     if entry.contains(EntryControls::IA32E_GUEST) != lma {
         entry.set(EntryControls::IA32E_GUEST, lma);
         v.set(field::ENTRY_CONTROLS, entry.bits());
     }
+    // vmcs02 is active and VMCS12 is not: the field has to be composed again, even if L1 writes nothing.
     if known.activity != activity_state::ACTIVE {
         differ.add(Group::Flow);
     }
@@ -259,6 +270,7 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     let (leave, entry) = (v.exit(), v.entry());
     if leave.contains(ExitControls::SAVE_DEBUG) {
         v.set(field::GUEST_DR7, exit.get(field::GUEST_DR7));
+        // Last branches are not virtualized: vmcs02's field is L0's, and L0 says what L2 is to have had.
         v.set(field::GUEST_DEBUGCTL, known.debugctl);
     }
     if leave.contains(ExitControls::SAVE_PAT) {
@@ -271,6 +283,7 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
         v.set(field::PREEMPTION_TIMER, known.preemption_timer);
     }
     // Where the entry does not load a register, L1's own counts, which nobody here knows.
+    // Only what is saved here and loaded by the next entry is the same in both places.
     let debug =
         leave.contains(ExitControls::SAVE_DEBUG) && entry.contains(EntryControls::LOAD_DEBUG);
     let pat = entry.contains(EntryControls::LOAD_PAT) && v.get(field::GUEST_PAT) == known.pat;
@@ -279,6 +292,7 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     if !(debug && pat && efer) {
         differ.add(Group::Msrs);
     }
+    // The timer starts anew with each entry.
     if v.pin().contains(x86::vmcs::PinControls::PREEMPTION_TIMER) {
         differ.add(Group::Time);
     }
@@ -287,9 +301,11 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
 
 /// Writes the exit information.
 fn tell(v: &mut Vmcs12, report: &Report) {
+    // Without bit 31: L2 has run.
     v.set(field::EXIT_REASON, u32::from(report.reason.0));
     v.set(field::EXIT_QUALIFICATION, report.qualification);
     v.set(field::EXIT_INTERRUPTION, report.interruption);
+    // What has no meaning for this exit keeps the value that it had, as on a CPU.
     if report.interruption & event::ERROR_VALID != 0 {
         v.set(field::EXIT_ERROR_CODE, report.error_code);
     }
@@ -333,6 +349,8 @@ pub fn save_rest(v: &mut Vmcs12, exit: &impl Exit, known: &Known, groups: Groups
         copy!(v, exit, GUEST_SYSENTER_CS, GUEST_SYSENTER_ESP, GUEST_SYSENTER_EIP);
     }
     if groups.has(Group::ControlRegisters) {
+        // By the masks with which L2 ran. So whoever changes one has this group fetched first ([`Machine::needs`]); the masks
+        // are no fields that the hardware serves L1.
         save_control_registers(v, exit, known);
     }
 }
@@ -347,10 +365,13 @@ fn register(
     mask: Field<Natural, ReadWrite>,
     shadow: Field<Natural, ReadWrite>,
 ) -> u64 {
+    // L1's bits L2 cannot have changed. L0's own are in the hardware's register as L0 wants them, in the shadow as L2
+    // believes them to be.
     let of_l1 = v.get(mask);
     let of_l0 = owned & !of_l1;
     let of_l2 = !(of_l1 | of_l0);
     let mut value = v.get(register) & of_l1;
+    // A VMREAD that is spared where L2 owns nothing.
     if of_l2 != 0 {
         value |= exit.get(register) & of_l2;
     }
@@ -366,6 +387,7 @@ fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
     v.set(field::GUEST_CR4, cr4);
     v.set(field::GUEST_CR3, exit.get(field::GUEST_CR3));
     // Without L1's EPT the fields are undefined after an exit (SDM vol. 3C §28.3.4).
+    // By what was just saved: L2 may have changed its paging without an exit that L1 sees.
     let paging = cr0 & Cr0::PG.bits() != 0 && cr4 & x86::Cr4::PAE.bits() != 0;
     if v.has_ept() && paging && known.efer & Efer::LMA.bits() == 0 {
         copy!(v, exit, GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3);
@@ -375,6 +397,7 @@ fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
 /// An entry that failed after L1's VMCS was found good: only the reason and the qualification are told
 /// (SDM vol. 3C §27.8).
 pub fn entry_failed(v: &mut Vmcs12, failure: EntryFailure) {
+    // Neither L2's state nor the valid bit of the injection changes: L1 may mend a field and enter again.
     v.set(field::EXIT_REASON, u32::from(failure.reason.0) | ENTRY_FAILURE);
     v.set(field::EXIT_QUALIFICATION, failure.qualification);
 }

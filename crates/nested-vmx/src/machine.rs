@@ -71,6 +71,7 @@ pub struct Cpu {
 impl Cpu {
     /// Whether a VMX instruction is no invalid opcode by what the processor's mode says.
     fn is_mode_right(&self) -> bool {
+        // Real mode and virtual-8086 mode have none of these instructions, nor has 32-bit code in IA-32e mode.
         self.cr0 & x86::Cr0::PE.bits() != 0 && !self.vm86 && (!self.long_mode || self.is_64_bit)
     }
 }
@@ -225,6 +226,7 @@ impl Machine {
 
     /// Whether the vCPU is in VMX operation.
     pub fn is_in_operation(&self) -> bool {
+        // In SMM L1 is outside VMX operation, although RSM takes it up again: the region is kept.
         self.vmxon.is_some() && !self.smm.vmxon
     }
 
@@ -286,6 +288,7 @@ impl Machine {
 
     /// The capability MSRs by which an entry is checked.
     pub fn checked_by(&self) -> Capabilities {
+        // What an enlightened VMCS has no field for is refused in any VMCS of an L1 that is offered them, as stock KVM does.
         if self.may_be_enlightened() { self.capabilities.enlightened() } else { self.capabilities }
     }
 
@@ -298,6 +301,7 @@ impl Machine {
         {
             ones &= !(Cr0::PE | Cr0::PG).bits();
         }
+        // Outside VMX operation every value is taken: VMXON looks at them then.
         !self.is_in_operation() || is_fixed(value, ones, self.capabilities.cr0_fixed1)
     }
 
@@ -317,6 +321,7 @@ impl Machine {
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
         let result = self.perform(instruction, cpu, limits, l1);
+        // VMfailValid writes the error's number into the VMCS; all other ends of an instruction write nothing of it.
         if let Err(Fail::Valid(error)) = result {
             return Err(self.fail(error, l1));
         }
@@ -332,6 +337,7 @@ impl Machine {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Result<PendingEntry, Fail> {
+        // #UD goes before the check of privilege: a program that is not the kernel learns by it that VMX is off.
         if !self.is_in_operation() || !cpu.is_mode_right() {
             return Err(Fail::Fault(Exception::ud()));
         }
@@ -351,13 +357,16 @@ impl Machine {
         limits: &Limits,
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
+        // VMXON is the one instruction that means something outside VMX operation.
         if let Instruction::Vmxon { pointer } = instruction {
             return self.vmxon_instruction(pointer, cpu, limits, l1);
         }
         if !self.is_in_operation() || !cpu.is_mode_right() {
             return Err(Fail::Fault(Exception::ud()));
         }
+        // An instruction that is not offered is undefined at any privilege.
         self.is_offered(instruction)?;
+        // Behind the exits of L2: where a shadow VMCS serves it, privilege is asked as in L1.
         if cpu.cpl > 0 {
             return Err(Fail::Fault(Exception::gp(0)));
         }
@@ -374,6 +383,7 @@ impl Machine {
             Instruction::Invept { kind, descriptor } => self.invept(kind, descriptor, limits, l1),
             Instruction::Invvpid { kind, descriptor } => self.invvpid(kind, descriptor, limits, l1),
             Instruction::Vmxoff => self.vmxoff(l1),
+            // Listed all the same: no wildcard hides a new instruction.
             // Was executed above.
             Instruction::Vmxon { .. } => Err(Fail::Fault(Exception::ud())),
         }
@@ -401,10 +411,12 @@ impl Machine {
     #[cold]
     #[inline(never)]
     fn fail(&mut self, error: InstructionError, memory: &impl GuestMemory) -> Fail {
+        // Without a VMCS there is no field for the number: CF is all that is told (§31.2).
         if self.current.is_none() && !self.is_enlightened() {
             return Fail::Invalid;
         }
         self.vmcs12.set(x86::vmcs::field::INSTRUCTION_ERROR, error.number());
+        // VMREAD of this field exits always, so the shadow VMCS has nothing to be told.
         self.store_error(memory);
         Fail::Valid(error)
     }
@@ -412,6 +424,7 @@ impl Machine {
     /// RFLAGS that L1 sees after an instruction, if it completed.
     pub fn rflags(result: &Result<Then, Fail>, before: Rflags) -> Option<Rflags> {
         match result {
+            // RFLAGS at the exit that follows are the host's of L1's VMCS.
             // An entry changes them only if it fails.
             Ok(Then::Enter(_)) => None,
             Ok(Then::Next | Then::Register(..) | Then::Invalidate(_)) => {
@@ -423,22 +436,28 @@ impl Machine {
 
     /// INIT or reset: VMX operation ends, nothing is written back (SDM vol. 3C §24.8).
     pub fn reset(&mut self) {
+        // The regions in L1's memory keep what they have: how much of a VMCS was written back before, no CPU says.
         self.set_regions(None, None);
         self.level = Level::L1;
         self.run_pending = false;
         self.entered_behind = Groups::NONE;
         self.forget_pending();
+        // RSM is to find nothing that it would take up again.
         self.smm = Smm::default();
+        // An enlightened VMCS is released with the regions; the shadow VMCS of L2 is not written behind a reset.
         self.owes &= !enlightened::owes::SHADOW;
     }
 
     pub(crate) fn set_regions(&mut self, vmxon: Option<Gpa>, current: Option<Gpa>) {
         self.vmxon = vmxon;
         self.current = current;
+        // What vmcs02 has of L2 belongs to a VMCS that is no longer current.
         self.behind = Groups::NONE;
         self.entered_behind = Groups::NONE;
+        // What L1 has written into the hardware's shadow VMCS was for the VMCS that goes. Who wants it takes it before.
         self.mirror.drop_writes();
         self.release_enlightened();
+        // vmcs02 was composed of another VMCS12: no group may be taken for composed, or for checked.
         self.touch_all();
     }
 
@@ -448,6 +467,7 @@ impl Machine {
 
     /// The shadow VMCS in L1's memory may be another than the private copy.
     pub(crate) fn owe_shadow(&mut self) {
+        // Restored with a state: L1's memory may have come without it.
         if self.vmcs12.shadow_pointer().is_some() {
             self.owes |= enlightened::owes::SHADOW;
         }

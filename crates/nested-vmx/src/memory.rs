@@ -45,5 +45,6 @@ pub(crate) fn is_page(at: u64, physical_bits: u8) -> bool {
 
 /// Whether an address lies below the guest's physical-address width.
 pub(crate) fn is_physical(at: u64, physical_bits: u8) -> bool {
+    // A width of 64 or more would shift everything out: nothing is beyond it then.
     at.checked_shr(u32::from(physical_bits)).unwrap_or(0) == 0
 }

@@ -115,12 +115,15 @@ impl L0 {
 /// EFER that L2 starts with (SDM vol. 3C §27.3.2.1).
 pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
     let both = (Efer::LMA | Efer::LME).bits();
+    // L1's EFER of before, or L2's own where it goes on without an entry: the field is of the entry alone.
     let l1 = l0.efer;
     if v.entry().contains(EntryControls::LOAD_EFER) && !l0.resumes {
+        // Checked: LMA is what the control says.
         v.get(field::GUEST_EFER)
     } else if v.entry().contains(EntryControls::IA32E_GUEST) {
         l1 | both
     } else if v.get(field::GUEST_CR0) & Cr0::PG.bits() != 0 {
+        // Paging without the control is a mode of 32 bits, which has neither bit. Without paging LME names a mode to come.
         l1 & !both
     } else {
         l1 & !Efer::LMA.bits()
@@ -129,6 +132,7 @@ pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
 
 /// Composes the groups.
 pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
+    // First, and at each entry: an event is injected once, so that no group tells whether there is one.
     inject(v, to);
     if dirty.has(Group::Flow) {
         flow(v, to);
@@ -139,6 +143,7 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
             to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
         }
     }
+    // Segments and SYSENTER MSRs are nearly never dirty: L2's own are still in vmcs02.
     if dirty.has(Group::Segments) {
         segments(v, to);
     }
@@ -153,10 +158,13 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     if dirty.has(Group::Msrs) {
         msrs(l0, v, to);
     }
+    // The MSRs and the words both write the entry controls, with one value.
     // Words follow from controls, and some of their bits from pages, bitmaps, times and CR4.
     let words = [Group::Controls, Group::Bitmaps, Group::Apic, Group::Time, Group::Translation];
     if words.iter().any(|group| dirty.has(*group)) {
+        // The words are composed as a whole: each has bits that follow from other groups.
         controls(l0, v, to);
+        // L0's own bitmap is 0; L1's counts for L2 alone.
         if v.secondary().contains(ProcControls2::XSAVES) {
             to.set(field::XSS_EXIT_BITMAP, v.get(field::XSS_EXIT_BITMAP));
         }
@@ -164,11 +172,13 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     if dirty.has(Group::Bitmaps) {
         // The hardware shadows nothing for L2: what L1 lets L2 reach, L0 serves.
         to.set(field::VMCS_LINK, Vmcs12::NOWHERE);
+        // L0 keeps both levels' maps in a page of vmcs02's own: what the words say does not change with L1's address.
         if let Some(page) = l0.pages.msr_bitmap {
             to.set(field::MSR_BITMAP, page.0);
         }
     }
     if dirty.has(Group::Translation) {
+        // One tag of L0's for all of L1's: what changes is what lies under it.
         to.set(field::VPID, l0.vpid);
         if v.secondary().contains(ProcControls2::VMFUNC) {
             // Every VM function exits: L0 has to know which tables L2 runs on.
@@ -182,6 +192,7 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
         apic(l0, v, to);
     }
     if dirty.has(Group::MsrLists) {
+        // L0 checks and carries out each entry by itself: an MSR of L1's list is not to reach the host's.
         // L1's lists are L0's work; the hardware has none.
         to.set(field::EXIT_MSR_STORE_COUNT, 0);
         to.set(field::EXIT_MSR_LOAD_COUNT, 0);
@@ -194,22 +205,26 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
 fn inject(v: &Vmcs12, to: &mut impl Fields) {
     let information = v.get(field::ENTRY_INTERRUPTION);
     if information & event::VALID == 0 {
+        // Stale, but not valid: the hardware ignores the rest of the field.
         return;
     }
     if information & event::ERROR_VALID != 0 {
         to.set(field::ENTRY_ERROR_CODE, v.get(field::ENTRY_ERROR_CODE));
     }
+    // A length that is not used may be anything; to write it would be a VMWRITE.
     let kind = information & event::TYPE;
     let from_instruction = [event::SOFT, event::PRIVILEGED_SOFT_EXCEPTION, event::SOFT_EXCEPTION];
     if from_instruction.contains(&kind) {
         to.set(field::ENTRY_INSTRUCTION_LENGTH, v.get(field::ENTRY_INSTRUCTION_LENGTH));
     }
+    // Last: with the valid bit the others have to be there.
     to.set(field::ENTRY_INTERRUPTION, information);
 }
 
 fn flow(v: &Vmcs12, to: &mut impl Fields) {
     to.set(field::GUEST_RIP, v.get(field::GUEST_RIP));
     to.set(field::GUEST_RSP, v.get(field::GUEST_RSP));
+    // L1 may have emulated an instruction: the shadow is as L1 wants it. L0's own windows are no part of it.
     to.set(field::GUEST_RFLAGS, v.get(field::GUEST_RFLAGS));
     to.set(field::GUEST_INTERRUPTIBILITY, v.get(field::GUEST_INTERRUPTIBILITY));
     to.set(field::GUEST_PENDING_DEBUG, v.get(field::GUEST_PENDING_DEBUG));
@@ -246,27 +261,34 @@ fn seen(
     shadow: Field<Natural, ReadWrite>,
 ) -> u64 {
     let mask = v.get(mask);
+    // L1's bits from L1's shadow, all others as the register has them (§26.3).
     v.get(register) & !mask | v.get(shadow) & mask
 }
 
 fn control_registers(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    // An exit for a bit of either: L0 asks in L1's stead which of the two it concerns.
     to.set(field::CR0_MASK, l0.cr0_mask | v.get(field::CR0_MASK));
     to.set(field::CR0_SHADOW, seen(v, field::GUEST_CR0, field::CR0_MASK, field::CR0_SHADOW));
+    // L0's fixed bits are ones in the register, and not in what L2 reads.
     to.set(field::GUEST_CR0, v.get(field::GUEST_CR0) | l0.cr0_ones);
     to.set(field::CR4_MASK, l0.cr4_mask | v.get(field::CR4_MASK));
     to.set(field::CR4_SHADOW, seen(v, field::GUEST_CR4, field::CR4_MASK, field::CR4_SHADOW));
     to.set(field::GUEST_CR4, v.get(field::GUEST_CR4) | l0.cr4_ones);
     to.set(field::GUEST_CR3, v.get(field::GUEST_CR3));
+    // Without PAE paging nobody looks at them, and the fields keep what they have.
     if crate::checks::guest::is_pae(v) {
         copy!(v, to, GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3);
     }
 }
 
 fn msrs(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    // EFER is always loaded by vmcs02: L0 has composed it, whatever L1's control says.
     to.set(field::GUEST_EFER, efer(l0, v));
     to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
+    // An L2 that goes on has loaded its MSRs at its entry, once.
     let entry = if l0.resumes { EntryControls::empty() } else { v.entry() };
     let debug = entry.contains(EntryControls::LOAD_DEBUG);
+    // What an entry does not load stays: L2 begins with L1's.
     to.set(field::GUEST_DR7, if debug { v.get(field::GUEST_DR7) } else { l0.dr7 });
     to.set(field::GUEST_DEBUGCTL, if debug { v.get(field::GUEST_DEBUGCTL) } else { l0.debugctl });
     let pat = entry.contains(EntryControls::LOAD_PAT);
@@ -274,9 +296,11 @@ fn msrs(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
 }
 
 fn controls(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    // Primary and secondary words have L0's exits, so that an exit is not L1's because it came: [`crate::reflect`].
     to.set(field::PIN_CONTROLS, words::pin(l0, v).bits());
     to.set(field::PROC_CONTROLS, words::primary(l0, v).bits());
     to.set(field::PROC_CONTROLS2, words::secondary(l0, v).bits());
+    // L0's exit controls alone: an exit goes to L0, and what L1's controls ask for is done by software.
     to.set(field::EXIT_CONTROLS, l0.exit.bits());
     to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
     to.set(field::EXCEPTION_BITMAP, words::exceptions(l0, v));
@@ -285,6 +309,7 @@ fn controls(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
     let (mask, matching) = if l0.page_faults {
         (0, 0)
     } else {
+        // L1's filter of page faults works in the hardware as long as L0 wants none of them.
         (v.get(field::PAGE_FAULT_MASK), v.get(field::PAGE_FAULT_MATCH))
     };
     to.set(field::PAGE_FAULT_MASK, mask);
@@ -292,17 +317,21 @@ fn controls(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
 }
 
 fn time(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    // Offsets and multipliers of two levels make one: L2's TSC from the host's (§26.3).
     let l2 = l0.tsc.of_l2(v);
     to.set(field::TSC_OFFSET, l2.offset);
+    // Without the control the field is not looked at.
     if words::secondary(l0, v).contains(ProcControls2::TSC_SCALING) {
         to.set(field::TSC_MULTIPLIER, l2.multiplier);
     }
+    // L0's value, not L1's: the timer counts for whichever of two deadlines comes first.
     if let Some(value) = l0.preemption_timer {
         to.set(field::PREEMPTION_TIMER, value);
     }
 }
 
 fn apic(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    // Each of these has a page of L1's that L0 would have to pin: with none the words lack the control.
     let second = words::secondary(l0, v);
     if words::primary(l0, v).contains(ProcControls::TPR_SHADOW)
         && let Some(page) = l0.pages.virtual_apic
@@ -336,6 +365,7 @@ pub enum Tables {
 
 /// The tables that L2 runs on.
 pub fn tables(v: &Vmcs12) -> Tables {
+    // By what VMCS12 says now: VMFUNC may have changed the pointer since the entry.
     if v.has_ept() { Tables::Shadow(v.get(field::EPT_POINTER)) } else { Tables::OfL1 }
 }
 
@@ -361,10 +391,12 @@ pub enum Transition {
 
 /// What a transition drops. `last` is the VPID of L1's that L2's tag stood for.
 pub fn flush(v: &Vmcs12, last: u16, transition: Transition) -> Flush {
+    // Without VPIDs of L1's each transition drops translations, as on a CPU: L1 may rely on that.
     if !v.secondary().contains(ProcControls2::VPID) {
         return Flush::Both;
     }
     match transition {
+        // L1 has many VPIDs, L2's tag is one: another VPID of L1's must not find what the one before left.
         Transition::Entry if v.get(field::VPID) != last => Flush::L2,
         Transition::Entry | Transition::Exit => Flush::None,
     }

@@ -35,6 +35,7 @@ impl Information {
     }
 
     const fn address_mask(self) -> u64 {
+        // 2 is 64 bits. 3 is no size: taken for the widest, which an address is checked by anyway.
         match self.bits(7, 3) {
             0 => 0xffff,
             1 => 0xffff_ffff,
@@ -64,11 +65,14 @@ pub fn linear(
     using: Direction,
 ) -> Result<u64, Exception> {
     let offset = offset(information, displacement, context);
+    // Through SS it is #SS, through all others #GP.
     let fault = if information.segment() == 2 { Exception::ss(0) } else { Exception::gp(0) };
     if context.is_64_bit {
         // FS and GS have a base in 64-bit mode, the others do not.
+        // Limits and rights are not asked in 64-bit mode: whether the address is canonical is.
         let base = if information.segment() >= 4 { context.segment.base } else { 0 };
         let first = base.wrapping_add(offset);
+        // The last byte too: an operand may run into the hole, or around the end of the address space.
         let last = first.wrapping_add(u64::from(length.saturating_sub(1)));
         let whole = is_canonical(first, context.linear_bits)
             && is_canonical(last, context.linear_bits)
@@ -76,12 +80,15 @@ pub fn linear(
         return if whole { Ok(first) } else { Err(fault) };
     }
     let segment = &context.segment;
+    // Rights go before limits, and are #GP for SS, too. An unusable register is not present.
     if !allows(segment, using) {
         return Err(Exception::gp(0));
     }
+    // A fault of SS's limit is #SS.
     if !is_within(segment, offset, length) {
         return Err(fault);
     }
+    // Outside 64-bit mode a linear address wraps at 4 GiB.
     Ok(segment.base.wrapping_add(offset) & 0xffff_ffff)
 }
 
@@ -91,13 +98,16 @@ fn offset(information: Information, displacement: u64, context: &Context<'_>) ->
         let at = n as usize;
         context.gprs[at & 15]
     };
+    // The displacement is the qualification, sign-extended by the CPU. RIP-relative ones have RIP in it already.
     let mut sum = displacement;
+    // The bits say that there is no such register: base, then index.
     if information.bits(27, 1) == 0 {
         sum = sum.wrapping_add(register(information.bits(23, 4)));
     }
     if information.bits(22, 1) == 0 {
         sum = sum.wrapping_add(register(information.bits(18, 4)) << information.bits(0, 2));
     }
+    // Cut to the address size before the segment's base is added, as the CPU does.
     let sum = sum & information.address_mask();
     if context.is_64_bit { sum } else { sum & 0xffff_ffff }
 }
@@ -106,6 +116,7 @@ fn offset(information: Information, displacement: u64, context: &Context<'_>) ->
 fn allows(segment: &Segment, using: Direction) -> bool {
     let is_code = segment.kind() & 8 != 0;
     let second = segment.kind() & 2 != 0;
+    // Read/write is the same bit for data, and readable for code.
     let type_allows = match using {
         Direction::Write => !is_code && second,
         Direction::Read => !is_code || second,
@@ -115,11 +126,13 @@ fn allows(segment: &Segment, using: Direction) -> bool {
 
 /// Whether all bytes lie within a segment's limit (SDM vol. 3A §5.3).
 fn is_within(segment: &Segment, offset: u64, length: u32) -> bool {
+    // Saturating: 64-bit offsets do not come here, but a limit is not to be passed by a wrap.
     let last = offset.saturating_add(u64::from(length.saturating_sub(1)));
     let limit = u64::from(segment.limit);
     let expands_down = segment.kind() & !(kind::DATA_RW_ACCESSED & 3) == 4;
     if expands_down {
         let top = if segment.is_default_big() { 0xffff_ffff } else { 0xffff };
+        // Expand-down: what is valid lies above the limit.
         return offset > limit && last <= top;
     }
     last <= limit

@@ -20,6 +20,7 @@ pub enum Fail {
 
 impl From<Exception> for Fail {
     fn from(exception: Exception) -> Self {
+        // An instruction that faults, or waits for user space, leaves all flags alone.
         Self::Fault(exception)
     }
 }
@@ -38,6 +39,7 @@ const STATUS: Rflags = Rflags::CF
     .union(Rflags::OF);
 
 impl Fail {
+    // VMfailInvalid sets CF, VMfailValid ZF; all others of the six are cleared by both (§31.2).
     /// RFLAGS after the instruction; `None` if it does not complete.
     pub fn rflags(self, before: Rflags) -> Option<Rflags> {
         match self {
@@ -67,6 +69,7 @@ impl EntryFailure {
     /// Invalid guest state, with the qualification of most rules.
     pub const GUEST: Self = Self { reason: ExitReason::InvalidGuestState, qualification: 0 };
     /// The PDPTEs cannot be loaded.
+    // Which rules have a number of their own is the manual's choice (§27.8).
     pub const PDPTE: Self = Self { qualification: 2, ..Self::GUEST };
     /// The VMCS link pointer is invalid.
     pub const LINK: Self = Self { qualification: 4, ..Self::GUEST };

@@ -22,15 +22,19 @@ pub enum Logged {
 
 /// Logs that L2 makes a page dirty, before its flag is set.
 pub fn log(v: &mut Vmcs12, page: Gpa, memory: &impl GuestMemory) -> Logged {
+    // Before memory is looked at: the field may name anything then.
     if !v.secondary().contains(ProcControls2::PML) {
         return Logged::Off;
     }
+    // An index beyond 511 is full, whatever it is: L1 writes any value there (§29.3.6).
     let index = v.get(field::PML_INDEX);
     if index >= ENTRIES {
         return Logged::Full;
     }
+    // Aligned, by the checks of an entry.
     let at = Gpa(v.get(field::PML_ADDRESS).wrapping_add(u64::from(index) * 8));
     // Where there is no memory the entry is lost, as a store of the CPU's would be.
+    // Bits 11:0 of an entry are zero.
     let _ = memory.write(at, &(page.0 & !0xfff).to_le_bytes());
     // Below 0 it is 0xffff, and the log is full.
     v.set(field::PML_INDEX, index.wrapping_sub(1));

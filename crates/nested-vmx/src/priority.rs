@@ -72,10 +72,13 @@ impl Moved {
 pub fn access(v: &Vmcs12, qualification: u64, gprs: &[u64; 16]) -> Option<Access> {
     use x86::vmcs::cr;
     let primary = v.primary();
+    // An access to another control register, or one that L1 wants to see, is not for the page.
     if qualification & cr::NUMBER != 8 || !primary.contains(ProcControls::TPR_SHADOW) {
         return None;
     }
+    // The qualification has four bits for the register.
     let gpr = (qualification >> cr::GPR_SHIFT) as u8 & 15;
+    // LMSW and CLTS have no CR8: anything but the two moves is L1's, or L0's.
     match qualification & cr::ACCESS {
         cr::MOV_TO if !primary.contains(ProcControls::CR8_LOAD) => {
             Some(Access::Write { value: gprs[usize::from(gpr & 15)] })
@@ -94,19 +97,23 @@ const X2APIC_SELF: u32 = X2APIC + reg::SELF_IPI / 16;
 /// The access that RDMSR or WRMSR with these registers is, if L1 virtualizes the x2APIC of L2 that far, and does not
 /// want the exit, which was asked before.
 pub fn msr_access(v: &Vmcs12, direction: Direction, gprs: &[u64; 16]) -> Option<Access> {
+    // An MSR's number is ECX, whatever RCX has above.
     let [rax, rcx, rdx, ..] = *gprs;
     let index = rcx as u32;
     let second = v.secondary();
+    // 800h to 8FFh. Without that control they are L1's own local APIC's, to which L2 has no way.
     if index >> 8 != X2APIC >> 8 || !second.contains(ProcControls2::VIRTUALIZE_X2APIC) {
         return None;
     }
     match direction {
         Direction::Read
+            // With register virtualization every read is of the page; whether there is such a register L1's page answers.
             if index == X2APIC_PRIORITY || second.contains(ProcControls2::APIC_REGISTERS) =>
         {
             Some(Access::ReadMsr { offset: (index as u16 & 0xff) << 4 })
         }
         Direction::Write
+            // Three writes are the CPU's; every other goes to whoever owns the MSR (§30.5).
             if index == X2APIC_PRIORITY
                 || matches!(index, X2APIC_END | X2APIC_SELF) && virtual_interrupts::are_on(v) =>
         {
@@ -127,6 +134,7 @@ fn place(v: &Vmcs12) -> Gpa {
 
 /// What RDMSR of the register there gives: eight bytes of the page.
 pub fn read_msr(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u64 {
+    // All ones as for CR8: nothing drives the bus.
     memory.read_u64(register(v, offset)).unwrap_or(u64::MAX)
 }
 
@@ -142,12 +150,14 @@ pub fn write_msr(
 ) -> Result<Moved, Exception> {
     let index = X2APIC + u32::from(offset >> 4);
     let fits = match index {
+        // Reserved bits are #GP, as in a local APIC (§30.5).
         X2APIC_END => value == 0,
         _ => value >> 8 == 0,
     };
     if !fits {
         return Err(Exception::gp(0));
     }
+    // All eight bytes: the CPU stores EDX and EAX there.
     let _ = memory.write(register(v, offset), &value.to_le_bytes());
     Ok(match index {
         X2APIC_END => Moved::ended(virtual_interrupts::end(v, memory)),
@@ -160,6 +170,7 @@ pub fn write_msr(
 
 /// What a priority that has been written comes to.
 pub(crate) fn moved(v: &Vmcs12, priority: u64, memory: &impl GuestMemory) -> Moved {
+    // With virtual interrupts a priority wakes what waits; else it falls below L1's threshold, or it does nothing.
     if virtual_interrupts::are_on(v) {
         Moved::evaluated(virtual_interrupts::evaluate(v, memory))
     } else if falls(v, priority) {
@@ -176,6 +187,7 @@ pub fn read(v: &Vmcs12, memory: &impl GuestMemory) -> u64 {
 
 /// Whether MOV to CR8 with this value ends L2's run. Asked before anything is written.
 pub fn falls(v: &Vmcs12, value: u64) -> bool {
+    // By L2's new priority alone: the page is not read again, since L1's other vCPUs may write there.
     !virtual_interrupts::are_on(v) && value < u64::from(v.get(field::TPR_THRESHOLD) & 0xf)
 }
 
@@ -185,9 +197,11 @@ pub fn falls(v: &Vmcs12, value: u64) -> bool {
 /// # Errors
 /// The value has reserved bits: #GP, and nothing has changed.
 pub fn write(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved, Exception> {
+    // CR8 has four bits. #GP before anything is written.
     if value >> 4 != 0 {
         return Err(Exception::gp(0));
     }
+    // All of the register but its class is cleared (§30.3).
     let _ = memory.write(place(v), &((value as u32) << 4).to_le_bytes());
     Ok(moved(v, value, memory))
 }
@@ -201,11 +215,13 @@ pub fn write(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved,
 pub fn check(v: &Vmcs12, changed: bool, memory: &impl GuestMemory) -> Result<(), Broken> {
     let primary = v.primary();
     let exits = ProcControls::CR8_LOAD | ProcControls::CR8_STORE;
+    // No shadow, no page: what L2 moves to CR8 is L0's to look at.
     if !primary.contains(ProcControls::TPR_SHADOW) {
         return Ok(());
     }
     let second = v.secondary();
     let pages = ProcControls2::VIRTUALIZE_APIC_ACCESSES;
+    // With virtual interrupts the CPU compares by itself.
     let asked = if second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
         0
     } else {
@@ -214,11 +230,14 @@ pub fn check(v: &Vmcs12, changed: bool, memory: &impl GuestMemory) -> Result<(),
     // With an APIC-access page it is asked behind the entry ([`crate::apic_page::falls_at_entry`]).
     let threshold = if second.contains(pages) { 0 } else { asked };
     let otherwise = second.intersects(ProcControls2::VIRTUALIZE_X2APIC | pages);
+    // Nothing to compare, and the page's place is what it was: most entries read no memory here.
     if asked == 0 && !changed {
         return Ok(());
     }
     match memory.read_u8(place(v)) {
+        // A priority below the threshold would exit at once: such an entry is refused (§27.2.1.1).
         Ok(priority) if threshold > u32::from(priority >> 4) => Err(Broken::TprThreshold),
+        // Where both moves exit nothing needs the page, unless L2 reaches it otherwise.
         Err(crate::Outside) if !primary.contains(exits) || otherwise => Err(Broken::VirtualApic),
         _ => Ok(()),
     }

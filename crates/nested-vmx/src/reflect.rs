@@ -58,11 +58,13 @@ pub fn claim(
     let first = v.primary();
     let second = v.secondary();
     let msr = |direction| {
+        // L1's bitmap first: what it wants to see is no access to its page.
         if bitmaps::msr_exits(v, gprs[RCX] as u32, direction, memory) {
             return Claim::L1;
         }
         priority::msr_access(v, direction, gprs).map_or(Claim::L0, Claim::Priority)
     };
+    // The hardware's reason. vmcs02 has L0's exits, too, so that each is looked at.
     match ExitReason::of(exit.get(field::EXIT_REASON)) {
         ExitReason::ExceptionOrNmi => exception(v, exit, wants),
         ExitReason::Rdmsr => msr(Direction::Read),
@@ -73,17 +75,21 @@ pub fn claim(
         ExitReason::Vmwrite => access(v, exit, gprs, Direction::Write, memory),
         ExitReason::MonitorTrap => monitor_trap(v),
         ExitReason::Vmfunc => Claim::Function,
+        // Either PAUSE control of L1's; L0's own loop detection is L0's.
         ExitReason::Pause => Claim::by_l1(
             first.contains(ProcControls::PAUSE) || second.contains(ProcControls2::PAUSE_LOOP),
         ),
+        // INVPCID exits by the bit of INVLPG, once it is enabled (§26.1.3).
         ExitReason::Invpcid => Claim::by_l1(
             second.contains(ProcControls2::INVPCID) && first.contains(ProcControls::INVLPG),
         ),
         ExitReason::Xsaves | ExitReason::Xrstors => states(v, gprs),
+        // They exit with RDTSC (§26.1.3).
         ExitReason::Umwait | ExitReason::Tpause => Claim::by_l1(
             second.contains(ProcControls2::USER_WAIT) && first.contains(ProcControls::RDTSC),
         ),
         reason => match (primary_control(reason), secondary_control(reason)) {
+            // L1 hears of an instruction that L0 intercepts only if it asked for it; else L0 answers in the guest's stead.
             (Some(bit), _) => Claim::by_l1(first.contains(bit)),
             (None, Some(bit)) => Claim::by_l1(second.contains(bit)),
             // CPUID and its like, the instructions of VMX, what only L1 can have asked for, and what nobody
@@ -102,9 +108,11 @@ fn primary_control(reason: ExitReason) -> Option<ProcControls> {
         ExitReason::DrAccess => ProcControls::MOV_DR,
         ExitReason::Invlpg => ProcControls::INVLPG,
         ExitReason::Rdpmc => ProcControls::RDPMC,
+        // One control for both.
         ExitReason::Rdtsc | ExitReason::Rdtscp => ProcControls::RDTSC,
         ExitReason::Mwait => ProcControls::MWAIT,
         ExitReason::Monitor => ProcControls::MONITOR,
+        // Without L1's shadow nothing has a threshold.
         ExitReason::TprBelowThreshold => ProcControls::TPR_SHADOW,
         _ => return None,
     })
@@ -113,6 +121,7 @@ fn primary_control(reason: ExitReason) -> Option<ProcControls> {
 /// The secondary control that lets an exit happen.
 fn secondary_control(reason: ExitReason) -> Option<ProcControls2> {
     Some(match reason {
+        // One control, two reasons.
         ExitReason::GdtrIdtr | ExitReason::LdtrTr => ProcControls2::DESCRIPTOR_TABLES,
         ExitReason::Wbinvd => ProcControls2::WBINVD,
         ExitReason::Rdrand => ProcControls2::RDRAND,
@@ -136,6 +145,7 @@ fn is_l0s(reason: ExitReason) -> bool {
         ExitReason::EptViolation | ExitReason::EptMisconfiguration | ExitReason::PmlFull => true,
         // Not offered to L1.
         ExitReason::Encls | ExitReason::BusLock | ExitReason::Notify | ExitReason::Rsm => true,
+        // All else has no control of L0's: L1 has asked for it, or every CPU exits.
         _ => false,
     }
 }
@@ -149,14 +159,18 @@ fn exception(v: &Vmcs12, exit: &impl Exit, wants: &Wants) -> Claim {
     if information & event::TYPE == event::NMI {
         return Claim::L0;
     }
+    // Interruption information can name no exception above 31.
     let vector = information & event::VECTOR & 31;
+    // Page faults have a filter of their own, beside the bitmap.
     if vector == 14 {
+        // Shadow tables: whether the fault is L2's at all the guest's tables tell.
         if wants.page_faults {
             return Claim::L0;
         }
         return Claim::by_l1(page_fault_exits(v, exit.get(field::EXIT_ERROR_CODE)));
     }
     // A machine check is the host's.
+    // A debugger of the VMM's comes first; what is not its L1 hears of later.
     if vector == MACHINE_CHECK || wants.debug & 1 << vector != 0 {
         return Claim::L0;
     }
@@ -166,6 +180,7 @@ fn exception(v: &Vmcs12, exit: &impl Exit, wants: &Wants) -> Claim {
 /// Whether L1 wants a page fault with this error code (SDM vol. 3C §26.2).
 pub fn page_fault_exits(v: &Vmcs12, error_code: u32) -> bool {
     let mask = v.get(field::PAGE_FAULT_MASK);
+    // Equal means: the bitmap's bit decides as it is; else it is turned round (§26.2).
     let differs = error_code & mask != v.get(field::PAGE_FAULT_MATCH);
     (v.get(field::EXCEPTION_BITMAP) & 1 << 14 != 0) != differs
 }
@@ -174,6 +189,7 @@ pub fn page_fault_exits(v: &Vmcs12, error_code: u32) -> bool {
 pub fn exception_exits(v: &Vmcs12, vector: u8, error_code: u32) -> bool {
     match vector {
         14 => page_fault_exits(v, error_code),
+        // The same rules as for the hardware's own: L1 sees no difference.
         0..=31 => v.get(field::EXCEPTION_BITMAP) & 1 << vector != 0,
         _ => false,
     }
@@ -181,12 +197,14 @@ pub fn exception_exits(v: &Vmcs12, vector: u8, error_code: u32) -> bool {
 
 fn port(v: &Vmcs12, qualification: u64, memory: &impl GuestMemory) -> Claim {
     let port = (qualification >> io::PORT_SHIFT) as u16;
+    // Bits 2:0 are the size less one.
     let bytes = (qualification & io::SIZE) as u8 + 1;
     Claim::by_l1(bitmaps::port_exits(v, port, bytes, memory))
 }
 
 /// A register by its number, of which four bits count.
 fn register(gprs: &Gprs, number: u8) -> u64 {
+    // Four bits: no index is out of reach.
     let at = usize::from(number);
     gprs[at & 15]
 }
@@ -201,8 +219,10 @@ type Register = Field<Natural, ReadWrite>;
 fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
     let primary = |bits| Claim::by_l1(v.primary().contains(bits));
     let changes = |value: u64, mask: Register, shadow: Register| {
+        // Only a change of a bit that L1 owns, from what L2 believes it to be (§26.3).
         Claim::by_l1(v.get(mask) & (value ^ v.get(shadow)) != 0)
     };
+    // Before the controls of CR8: with a shadow the page is L0's to keep for L1.
     if let Some(access) = priority::access(v, qualification, gprs) {
         return Claim::Priority(access);
     }
@@ -211,6 +231,7 @@ fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
         (cr::MOV_TO, 0) => {
             changes(operand(qualification, gprs), field::CR0_MASK, field::CR0_SHADOW)
         }
+        // With EPT of L1's CR3 is L2's own; CR3 targets are not offered.
         (cr::MOV_TO, 3) => primary(ProcControls::CR3_LOAD),
         (cr::MOV_TO, 4) => {
             changes(operand(qualification, gprs), field::CR4_MASK, field::CR4_SHADOW)
@@ -224,6 +245,7 @@ fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
             Claim::by_l1(both & Cr0::TS.bits() != 0)
         }
         (cr::LMSW, _) => machine_status(v, qualification >> LMSW_SOURCE),
+        // Moves that no control of L1's asks for: L0 has its own reasons.
         _ => Claim::L0,
     }
 }
@@ -235,6 +257,7 @@ const LMSW_SOURCE: u32 = 16;
 fn machine_status(v: &Vmcs12, source: u64) -> Claim {
     let mask = v.get(field::CR0_MASK);
     let shadow = v.get(field::CR0_SHADOW);
+    // Bits 3:1 change either way, PE only up (SDM vol. 2, LMSW).
     let low = (Cr0::MP | Cr0::EM | Cr0::TS).bits();
     let sets = mask & source & !shadow & Cr0::PE.bits();
     Claim::by_l1(mask & low & (source ^ shadow) | sets != 0)
@@ -248,11 +271,13 @@ fn access(
     memory: &impl GuestMemory,
 ) -> Claim {
     if !v.secondary().contains(ProcControls2::SHADOW_VMCS) {
+        // Without a shadow VMCS every VMREAD and VMWRITE of L2 is L1's to see.
         return Claim::L1;
     }
     let information = crate::operand::Information(exit.get(field::INSTRUCTION_INFO));
     let mut encoding = register(gprs, information.register2());
     // Outside long mode the upper half of a register does not count.
+    // Code of 32 bits in IA-32e mode cannot have executed it.
     if exit.get(field::GUEST_EFER) & Efer::LMA.bits() == 0 {
         encoding &= 0xffff_ffff;
     }
@@ -262,6 +287,7 @@ fn access(
 /// The trap that L1 asked for, by the control or by the event that it injected.
 fn monitor_trap(v: &Vmcs12) -> Claim {
     let injected =
+        // The whole word is compared: an event of type 7 is that and no more.
         v.get(field::ENTRY_INTERRUPTION) == event::VALID | crate::checks::controls::OTHER;
     Claim::by_l1(v.primary().contains(ProcControls::MONITOR_TRAP) || injected)
 }
@@ -271,12 +297,14 @@ fn monitor_trap(v: &Vmcs12) -> Claim {
 fn states(v: &Vmcs12, gprs: &Gprs) -> Claim {
     let asked = gprs[0] & 0xffff_ffff | gprs[2] << 32;
     let exits =
+        // L0's own bitmap is empty: the exit came by L1's, or by none.
         v.secondary().contains(ProcControls2::XSAVES) && v.get(field::XSS_EXIT_BITMAP) & asked != 0;
     Claim::by_l1(exits)
 }
 
 /// Whether L1 sees the host's interrupts for L1 as exits of L2.
 pub fn interrupts_exit(v: &Vmcs12) -> bool {
+    // Without the control an interrupt goes through L2's own IDT.
     v.pin().contains(PinControls::EXTERNAL_INTERRUPT)
 }
 

@@ -107,9 +107,11 @@ pub struct Context {
 
 /// How many bytes the state has.
 pub fn size(machine: &Machine) -> usize {
+    // No current VMCS of either kind: the header has it all.
     if machine.current().is_none() && !machine.is_enlightened() {
         return HEADER;
     }
+    // Where L1 runs the copy of the shadow VMCS means nothing.
     let shadow = machine.level() == Level::L2 && machine.vmcs12().shadow_pointer().is_some();
     if shadow { HEADER + 2 * IMAGE } else { HEADER + IMAGE }
 }
@@ -128,13 +130,16 @@ pub fn header(machine: &Machine, deadline: Option<u64>) -> Header {
         preemption_timer_deadline: 0,
         reserved: [0; 11],
     };
+    // Outside VMX operation all of it is as in a vCPU that never was in it.
     let Some(vmxon) = machine.vmxon() else { return header };
     header.vmxon_pa = vmxon.0;
     header.vmcs12_pa = machine.current().map_or(NOWHERE, |at| at.0);
+    // An enlightened one has no address here: user space finds it by the VP assist page.
     header.flags |= if machine.is_enlightened() { flag::EVMCS } else { 0 };
     let Smm { vmxon, guest_mode } = machine.smm;
     header.smm_flags |= if vmxon { flag::SMM_VMXON } else { 0 };
     header.smm_flags |= if guest_mode { flag::SMM_GUEST_MODE } else { 0 };
+    // Pending things are those of a running L2: with L1 there are none.
     if machine.level() == Level::L2 {
         header.flags |= flag::GUEST_MODE;
         header.flags |= if machine.run_pending { flag::RUN_PENDING } else { 0 };
@@ -152,10 +157,12 @@ pub fn header(machine: &Machine, deadline: Option<u64>) -> Header {
 /// must have been saved into the VMCS12 before.
 pub fn save(machine: &Machine, deadline: Option<u64>, into: &mut [u8]) -> Option<usize> {
     let size = size(machine);
+    // All or nothing: a buffer that is too short gets nothing.
     let into = into.get_mut(..size)?;
     let (head, data) = into.split_at_mut_checked(HEADER)?;
     head.copy_from_slice(header(machine, deadline).as_bytes());
     let images = [machine.vmcs12(), machine.shadow12()];
+    // The images are 4 KiB each, of which fields take the first; the rest stays zero.
     for (place, image) in data.chunks_exact_mut(IMAGE).zip(images) {
         place.get_mut(..VMCS12_BYTES)?.copy_from_slice(image.as_bytes());
     }
@@ -164,18 +171,22 @@ pub fn save(machine: &Machine, deadline: Option<u64>, into: &mut [u8]) -> Option
 
 /// What every format asks of the flags (the ioctl itself).
 fn check_flags(header: &Header) -> Result<(), Refused> {
+    // The ioctl's own flags, SVM's too: stock KVM refuses others before it asks for the format.
     let known =
         flag::GUEST_MODE | flag::RUN_PENDING | flag::EVMCS | flag::MTF_PENDING | flag::GIF_SET;
+    // An entry can be pending for a running L2 alone.
     let pending_alone = header.flags & (flag::RUN_PENDING | flag::GUEST_MODE) == flag::RUN_PENDING;
     if header.flags & !known != 0 || pending_alone { Err(Refused::Flags) } else { Ok(()) }
 }
 
 fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Refused> {
     check_flags(h)?;
+    // All are EINVAL; the order is stock KVM's.
     if h.format != FORMAT {
         return Err(Refused::Format);
     }
     if h.vmxon_pa == NOWHERE {
+        // EVMCS alone is let pass: stock KVM set it once to say what the vCPU was able to.
         if h.smm_flags != 0 || h.flags & !flag::EVMCS != 0 {
             return Err(Refused::Flags);
         }
@@ -183,6 +194,7 @@ fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Ref
             return Err(Refused::Address);
         }
     } else {
+        // Stock KVM asks CPUID here, and not before: a state that is off suits every vCPU.
         if !context.offered {
             return Err(Refused::NotOffered);
         }
@@ -190,6 +202,7 @@ fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Ref
             return Err(Refused::Address);
         }
     }
+    // Both would be two levels at once: L2 is entered now, or by RSM.
     let smm_guest = h.smm_flags & flag::SMM_GUEST_MODE != 0;
     let both = smm_guest && h.flags & flag::GUEST_MODE != 0;
     let unknown = h.smm_flags & !(flag::SMM_GUEST_MODE | flag::SMM_VMXON) != 0
@@ -200,7 +213,9 @@ fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Ref
     } else {
         h.smm_flags != 0
     };
+    // An L2 that RSM enters was left within VMX operation.
     let smm_off = smm_guest && h.smm_flags & flag::SMM_VMXON == 0;
+    // Both have to know of it: the VMM by its capability, L1 by CPUID.
     let enlightened = h.flags & flag::EVMCS != 0 && !(context.enlightened && context.offered);
     if both || unknown || place || smm_off || enlightened {
         return Err(Refused::Flags);
@@ -217,6 +232,7 @@ pub struct Images {
 
 impl Images {
     /// None yet.
+    // A constant: it is copied to the heap, never by a stack.
     pub const NONE: Self = Self { main: Vmcs12::ZERO, shadow: Vmcs12::ZERO };
 }
 
@@ -260,13 +276,16 @@ pub fn check(
     memory: &impl GuestMemory,
     images: &mut Images,
 ) -> Result<Good, Refused> {
+    // What is there of the bytes is read once, by the caller: nobody can change it any more.
     let (header, _) = Header::read_from_prefix(bytes).map_err(|_| Refused::Short)?;
+    // The length that the state names, not that of the buffer: a short copy is told as missing later.
     let data = header.size as usize;
     if data < HEADER {
         return Err(Refused::Short);
     }
     check_header(&header, onto.context, onto.limits)?;
     let good = Good { header };
+    // Off: whatever follows the header is not looked at, as in stock KVM.
     if header.vmxon_pa == NOWHERE {
         return Ok(good);
     }
@@ -278,15 +297,19 @@ pub fn check(
         return if header.vmcs12_pa == NOWHERE { Ok(good) } else { Err(Refused::Address) };
     }
     let at = header.vmcs12_pa;
+    // The VMXON region is no VMCS.
     let by_address = at != header.vmxon_pa && is_page(at, onto.limits.physical_bits);
     // An enlightened VMCS lies where L1's VP assist page says.
     if !(at == NOWHERE && good.is_enlightened() || at != NOWHERE && by_address) {
         return Err(Refused::Address);
     }
+    // Behind the addresses: EINVAL goes before EFAULT, as in stock KVM.
     images.main = image(bytes, 0).ok_or(Refused::Missing)?;
+    // Bit 31 may be set: a shadow VMCS can be current, and cannot be entered.
     if images.main.header() & 0x7fff_ffff != VMCS12_REVISION {
         return Err(Refused::Image);
     }
+    // What runs, or is to run by RSM, is checked as an entry checks it: the hardware is not asked to.
     if header.flags & flag::GUEST_MODE != 0 || good.resumes_by_rsm() {
         check_l2(&header, bytes, onto, memory, images)?;
     }
@@ -297,11 +320,13 @@ pub fn check(
 /// the deadline of L1's preemption timer too.
 pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restored, Option<u64>) {
     let header = &good.header;
+    // Everything of before is given up first: what is not in the state must not survive.
     machine.reset();
     if header.vmxon_pa == NOWHERE {
         return (Restored::Off, None);
     }
     let current = (header.vmcs12_pa != NOWHERE).then_some(Gpa(header.vmcs12_pa));
+    // The images before the regions: those make all groups dirty.
     *machine.images().0 = images.main.clone();
     machine.set_regions(Some(Gpa(header.vmxon_pa)), current);
     if good.is_enlightened() {
@@ -314,6 +339,7 @@ pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restor
     let deadline =
         (header.vmx_flags & flag::DEADLINE != 0).then_some(header.preemption_timer_deadline);
     if header.flags & flag::GUEST_MODE == 0 {
+        // L1's timer runs while L2 does, and in SMM for an L2 that RSM enters.
         return (Restored::L1, deadline.filter(|_| good.resumes_by_rsm()));
     }
     *machine.images().1 = images.shadow.clone();
@@ -328,6 +354,7 @@ pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restor
 /// The first bytes of an image, as many as have fields.
 fn image(bytes: &[u8], number: usize) -> Option<Vmcs12> {
     let at = HEADER.checked_add(number.checked_mul(IMAGE)?)?;
+    // The rest of the page is not looked at.
     Vmcs12::read_from_bytes(bytes.get(at..at.checked_add(VMCS12_BYTES)?)?).ok()
 }
 
@@ -341,6 +368,7 @@ fn check_l2(
 ) -> Result<(), Refused> {
     let Images { main: v, shadow } = images;
     // What RSM enters has it in L1's memory.
+    // Too short for the second image is EINVAL; what could not be read is EFAULT, below.
     if v.shadow_pointer().is_some() && header.flags & flag::GUEST_MODE != 0 {
         if (header.size as usize) < HEADER + IMAGE + VMCS12_BYTES {
             return Err(Refused::Short);
@@ -358,9 +386,11 @@ fn check_l2(
     let c = onto.capabilities;
     // L1 is in whatever mode its host state is for.
     let limits = Limits { long_mode: v.exit().contains(ExitControls::HOST_64), ..*onto.limits };
+    // In an entry's order. Of L1's memory only the link is looked at: a VMM may restore memory later.
     checks::controls::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::host::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::guest::check_saved(v, c, &limits, current, memory).map_err(|_| Refused::Checks)?;
+    // Beyond what tables can leave out the page would be plain memory for L2.
     if !apic_page::is_in_reach(v) {
         return Err(Refused::Checks);
     }

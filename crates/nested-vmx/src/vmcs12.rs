@@ -27,6 +27,7 @@ impl Default for Vmcs12 {
 
 /// The word at whose place a field begins, and how many bits above the word's bit 0.
 const fn position(offset: u16) -> (usize, u32) {
+    // The index is masked: a constant table cannot lead out of the image, and the compiler sees that.
     ((offset >> 3) as usize & (WORDS - 1), (offset & 7) as u32 * 8)
 }
 
@@ -39,6 +40,7 @@ impl Vmcs12 {
     /// An image with the right revision and all fields zero.
     pub fn new() -> Self {
         let mut new = Self::default();
+        // Only the revision: launch state and abort indicator are zero.
         new.words[0] = u64::from(VMCS12_REVISION);
         new
     }
@@ -51,6 +53,7 @@ impl Vmcs12 {
 
     /// Bits 31:0 of the region: revision, and bit 31, which makes it a shadow VMCS.
     #[inline]
+    // The abort indicator lies above.
     pub fn header(&self) -> u32 {
         self.words[0] as u32
     }
@@ -63,28 +66,33 @@ impl Vmcs12 {
 
     /// Sets the VMX-abort indicator (SDM vol. 3C §28.7).
     pub fn set_abort(&mut self, indicator: u32) {
+        // The revision stays.
         self.words[0] = self.words[0] as u32 as u64 | u64::from(indicator) << 32;
     }
 
     /// Whether VMLAUNCH has entered a guest with it since VMCLEAR.
     #[inline]
     pub fn is_launched(&self) -> bool {
+        // Any value but 0 is launched: L1 may have written the region by itself.
         self.words[1] as u32 != 0
     }
 
     /// Sets the launch state.
     pub fn set_launched(&mut self, launched: bool) {
+        // The word's upper half is of KVM's own padding, and is kept.
         self.words[1] = self.words[1] & !0xffff_ffff | u64::from(launched);
     }
 
     /// The value of a field; 0 if the VMCS12 does not have it.
     #[inline]
     pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        // The compiler knows the place of a constant field: no look-up is left.
         match place::place(field.encoding()) {
             Some(place) => {
                 let (word, bit) = position(place.offset);
                 W::from_raw(self.words[word & (WORDS - 1)] >> bit)
             }
+            // Fields that newer CPUs have and the image has not: nobody has set them.
             None => W::from_raw(0),
         }
     }
@@ -97,6 +105,7 @@ impl Vmcs12 {
         }
     }
 
+    // Mask, then shift: the upper half of a 64-bit field is asked for by an encoding of its own.
     /// What VMREAD of a field gives.
     #[inline]
     pub fn read(&self, named: Named) -> u64 {
@@ -107,6 +116,7 @@ impl Vmcs12 {
     /// What VMWRITE of a field does. True: the field has another value now.
     #[inline]
     pub fn write(&mut self, encoding: u64, named: Named, value: u64) -> bool {
+        // By number: access rights lie side by side, two apart.
         let first = u64::from(field::GUEST_ES_RIGHTS.encoding());
         let last = u64::from(field::GUEST_TR_RIGHTS.encoding());
         let kept = if (first..=last).contains(&encoding) { value & RIGHTS } else { value };
@@ -122,6 +132,7 @@ impl Vmcs12 {
 
     /// Sets a field to what a shadow VMCS holds. True: the field has another value now.
     #[inline]
+    // Masked and shifted within one word: no field lies in two.
     pub(crate) fn take_served(&mut self, served: &Served, value: u64) -> bool {
         let (word, bit) = position(served.place.offset);
         let word = &mut self.words[word & (WORDS - 1)];
@@ -156,6 +167,7 @@ impl Vmcs12 {
     /// Secondary processor-based controls; none if the primary ones do not activate them.
     #[inline]
     pub fn secondary(&self) -> ProcControls2 {
+        // What stands in the field without its activation counts for nothing (§25.6.2).
         if !self.primary().contains(ProcControls::SECONDARY) {
             return ProcControls2::empty();
         }
@@ -176,6 +188,7 @@ impl Vmcs12 {
 
     /// Where the shadow VMCS lies that serves L2's VMREAD and VMWRITE, if L1 has given one.
     pub fn shadow_pointer(&self) -> Option<Gpa> {
+        // All ones is nowhere; 0 is a page like any other.
         let link = self.get(field::VMCS_LINK);
         let used = self.secondary().contains(ProcControls2::SHADOW_VMCS) && link != Self::NOWHERE;
         used.then_some(Gpa(link))

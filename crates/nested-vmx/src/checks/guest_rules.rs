@@ -33,6 +33,7 @@ pub enum Broken {
 impl Broken {
     /// The exit that L1 sees.
     pub const fn exit(self) -> EntryFailure {
+        // Two have a qualification of their own, all others 0 (§27.8). No wildcard: a new rule has to say which it is.
         match self {
             Self::Link => EntryFailure::LINK,
             Self::Pdptes => EntryFailure::PDPTE,

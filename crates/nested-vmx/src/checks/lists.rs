@@ -43,18 +43,22 @@ const SMM_MONITOR_CTL: u32 = 0x9b;
 
 impl List {
     fn entry(&self, index: u32, limits: &Limits, memory: &impl GuestMemory) -> Result<Step, Bad> {
+        // L1 names up to 2^32 entries: the number saturates where the limit has refused it long before.
         let number = index.saturating_add(1);
         let bad = Bad(number);
+        // Beyond the limit a CPU may do anything (§A.6). It is a failure here, as in stock KVM, so that L0's work is bounded.
         if index >= self.limit {
             return Err(bad);
         }
         let at = self.at.wrapping_add(u64::from(index) * ENTRY);
         let mut bytes = [0; 16];
+        // Number and value by one read: what is checked is what is loaded.
         memory.read(Gpa(at), &mut bytes).map_err(|_| bad)?;
         let both = u128::from_le_bytes(bytes);
         let number_of_msr = both as u32;
         let reserved = (both >> 32) as u32;
         let x2apic = limits.x2apic && number_of_msr >> 8 == 8;
+        // In x2APIC mode its registers are no MSRs of a list, and microcode is no list's to load (§27.4).
         let microcode = matches!(number_of_msr, msr::UCODE_WRITE | msr::UCODE_REV);
         if reserved != 0 || x2apic || microcode {
             return Err(bad);
@@ -70,6 +74,7 @@ impl List {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Option<Result<Step, Bad>> {
+        // FS and GS have fields of their own; the last is of the dual-monitor treatment.
         let unloadable = [msr::FS_BASE, msr::GS_BASE, SMM_MONITOR_CTL];
         self.next(done, limits, memory, &unloadable)
     }
@@ -81,6 +86,7 @@ impl List {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Option<Result<Step, Bad>> {
+        // SMBASE is not to be read outside SMM.
         self.next(done, limits, memory, &[msr::SMBASE])
     }
 
@@ -95,6 +101,7 @@ impl List {
             return None;
         }
         let step = self.entry(done, limits, memory);
+        // Whether there is such an MSR is not asked here: whoever loads it knows.
         Some(step.and_then(|s| if refused.contains(&s.msr) { Err(Bad(s.number)) } else { Ok(s) }))
     }
 }

@@ -132,6 +132,7 @@ pub(super) fn check(v: &Vmcs12, limits: &Limits, mode: Mode) -> Result<(), Broke
     let r = Registers::of(v);
     selectors(&r, mode)?;
     bases(&r, limits, mode)?;
+    // Virtual-8086 mode has one form of segment: the rules of protected mode are not asked.
     if mode.vm86 {
         let programs = r.of_programs();
         rule(programs.iter().all(|s| s.limit == 0xffff), Broken::Limits)?;
@@ -146,20 +147,24 @@ pub(super) fn check(v: &Vmcs12, limits: &Limits, mode: Mode) -> Result<(), Broke
 }
 
 fn selectors(r: &Registers, mode: Mode) -> Result<(), Broken> {
+    // An unrestricted guest may be in real mode, where SS and CS have nothing to do with each other.
     let stack = mode.vm86 || mode.unrestricted || r.ss.rpl() == r.cs.rpl();
     let ldtr = !r.ldtr.usable() || !r.ldtr.is_in_ldt();
+    // TR and LDTR come out of the GDT: TI would name an LDT.
     let good = !r.tr.is_in_ldt() && ldtr && stack;
     rule(good, Broken::Selectors)
 }
 
 fn bases(r: &Registers, limits: &Limits, mode: Mode) -> Result<(), Broken> {
     if mode.vm86 {
+        // As virtual-8086 mode computes a base.
         let shifted = |s: &&Register| s.base == u64::from(s.selector) << 4;
         rule(r.of_programs().iter().all(shifted), Broken::Bases)?;
     }
     // Only FS, GS, TR and LDTR have bases of 64 bits.
     let low = |s: &Register| !s.usable() || s.base >> 32 == 0;
     let good = limits.is_canonical(r.tr.base)
+        // FS, GS and TR usable or not: an entry loads their bases in any case.
         && limits.is_canonical(r.fs.base)
         && limits.is_canonical(r.gs.base)
         && (!r.ldtr.usable() || limits.is_canonical(r.ldtr.base))
@@ -175,10 +180,12 @@ fn code(r: &Registers, mode: Mode) -> Result<(), Broken> {
     let level = match cs.kind() {
         // Data in CS, as real mode leaves it.
         3 => mode.unrestricted && cs.dpl() == 0,
+        // Other code runs at SS's level, conforming code also at the levels outside of its own (13 and 15).
         9 | 11 => cs.dpl() == r.ss.dpl(),
         13 | 15 => cs.dpl() <= r.ss.dpl(),
         _ => false,
     };
+    // D and L together are reserved in IA-32e mode.
     let sizes = !(mode.long && cs.rights & LONG != 0 && cs.rights & DEFAULT_BIG != 0);
     // CS cannot be unusable.
     let good = level && sizes && cs.rights & CODE_OR_DATA != 0 && cs.usable() && cs.is_whole();
@@ -187,7 +194,9 @@ fn code(r: &Registers, mode: Mode) -> Result<(), Broken> {
 
 fn stack(r: &Registers, mode: Mode) -> Result<(), Broken> {
     let ss = &r.ss;
+    // CPL is SS's DPL. RPL says the same, but for an unrestricted guest, which may be in real mode.
     let same = mode.unrestricted || ss.dpl() == ss.rpl();
+    // Real mode, of which data in CS is a mark, is CPL 0.
     let lowest = ss.dpl() == 0 || r.cs.kind() != 3 && mode.protected;
     let usable = matches!(ss.kind(), 3 | 7) && ss.rights & CODE_OR_DATA != 0 && ss.is_whole();
     rule(same && lowest && (!ss.usable() || usable), Broken::Rights)
@@ -197,6 +206,7 @@ fn is_data(s: &Register, mode: Mode) -> bool {
     if !s.usable() {
         return true;
     }
+    // Who loads a register sets the accessed bit.
     let accessed = s.kind() & 1 != 0;
     let readable = s.kind() & 8 == 0 || s.kind() & 2 != 0;
     // Conforming code (12 to 15) is read from any level.
@@ -207,6 +217,7 @@ fn is_data(s: &Register, mode: Mode) -> bool {
 fn system(r: &Registers, mode: Mode) -> Result<(), Broken> {
     // IA-32e mode has no 16-bit TSS, type 3.
     let busy = if mode.long { r.tr.kind() == 11 } else { matches!(r.tr.kind(), 3 | 11) };
+    // TR is busy and never unusable: something has loaded it.
     let task = busy && r.tr.rights & CODE_OR_DATA == 0 && r.tr.usable() && r.tr.is_whole();
     let ldtr = !r.ldtr.usable()
         || r.ldtr.kind() == 2 && r.ldtr.rights & CODE_OR_DATA == 0 && r.ldtr.is_whole();
@@ -216,6 +227,7 @@ fn system(r: &Registers, mode: Mode) -> Result<(), Broken> {
 fn tables(v: &Vmcs12, limits: &Limits) -> Result<(), Broken> {
     let good = limits.is_canonical(v.get(field::GUEST_GDTR_BASE))
         && limits.is_canonical(v.get(field::GUEST_IDTR_BASE))
+        // The VMCS has 32 bits for a limit that has 16.
         && v.get(field::GUEST_GDTR_LIMIT) >> 16 == 0
         && v.get(field::GUEST_IDTR_LIMIT) >> 16 == 0;
     rule(good, Broken::Tables)

@@ -71,12 +71,15 @@ pub struct Kept {
 }
 
 /// CR0 bits that an exit leaves as they are.
+// Caching is not switched off and on by an exit (§28.5.1): L1 has what L2 had.
 const CR0_KEPT: u64 = Cr0::ET.bits() | Cr0::NW.bits() | Cr0::CD.bits();
 const FLAT: u32 = u32::MAX;
 
 /// DS and its like after an exit.
 fn data(selector: u16, base: u64) -> Segment {
+    // The attributes are those that the manual lists (§28.5.2), whatever the descriptor tables of L1 say.
     let usable = attr::P | attr::S | kind::DATA_RW_ACCESSED as u16 | attr::DB | attr::G;
+    // A null selector makes the register unusable. Its base is loaded all the same, as FS and GS show in 64-bit mode.
     Segment { base, limit: FLAT, selector, attr: if selector == 0 { 0 } else { usable } }
 }
 
@@ -94,21 +97,26 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
     } else {
         kept.efer & !mode
     };
+    // An exit sets and clears these by itself (§28.5.1), although an entry has asked for the same.
     let mut cr4 = v.get(field::HOST_CR4);
     if long {
         cr4 |= Cr4::PAE.bits();
     } else {
         cr4 &= !Cr4::PCIDE.bits();
     }
+    // A control that is off leaves the MSR with L2's value: L1 has asked for that.
     let loads = |control, value| exit.contains(control).then_some(value);
     Registers {
+        // Stock KVM loads the field whole, CD and NW too.
         cr0: v.get(field::HOST_CR0) & !CR0_KEPT | kept.cr0 & CR0_KEPT,
         cr3: v.get(field::HOST_CR3),
         cr4,
         efer,
         rip: v.get(field::HOST_RIP),
         rsp: v.get(field::HOST_RSP),
+        // All flags but the fixed one are clear: L1 goes on with interrupts off.
         rflags: x86::Rflags::FIXED.bits(),
+        // No breakpoint of L2's is to hit in L1.
         dr7: x86::Dr7::RESET.bits(),
         debugctl: 0,
         pat: loads(ExitControls::LOAD_PAT, v.get(field::HOST_PAT)),
@@ -116,7 +124,9 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
             ExitControls::LOAD_PERF_GLOBAL_CTRL,
             v.get(field::HOST_PERF_GLOBAL_CTRL),
         ),
+        // PAE paging of 32 bits: an exit loads the table's entries anew, as MOV to CR3 does.
         loads_pdptes: !long && cr4 & Cr4::PAE.bits() != 0,
+        // Blocking by NMI begins with the exit, as it would with the delivery.
         blocks_nmis: reason == ExitReason::ExceptionOrNmi && is_nmi,
     }
 }
@@ -133,11 +143,13 @@ pub fn segments(v: &Vmcs12) -> Segments {
         gs: data(v.get(field::HOST_GS_SELECTOR), v.get(field::HOST_GS_BASE)),
         tr: task(v.get(field::HOST_TR_SELECTOR), v.get(field::HOST_TR_BASE)),
         ldtr: Segment::default(),
+        // An exit sets both limits to the most that there is: the VMCS has no field for them.
         gdtr: DescriptorTable { base: v.get(field::HOST_GDTR_BASE), limit: 0xffff },
         idtr: DescriptorTable { base: v.get(field::HOST_IDTR_BASE), limit: 0xffff },
     }
 }
 
+// DPL 0, and the size by the mode alone.
 fn code(selector: u16, long: bool) -> Segment {
     let size = if long { attr::L } else { attr::DB };
     let attr = attr::P | attr::S | kind::CODE_RX_ACCESSED as u16 | size | attr::G;
@@ -145,6 +157,7 @@ fn code(selector: u16, long: bool) -> Segment {
 }
 
 fn task(selector: u16, base: u64) -> Segment {
+    // A busy task state of 67h + 1 bytes. An exit checks nothing of what is there.
     Segment { base, limit: 0x67, selector, attr: attr::P | kind::TSS_BUSY as u16 }
 }
 

@@ -106,6 +106,7 @@ impl Enlightened {
     };
 
     fn u32(&self, at: usize) -> u32 {
+        // Fields lie at multiples of their size: none spans two words.
         (self.page[(at / 8) & (WORDS - 1)] >> (at % 8 * 8)) as u32
     }
 
@@ -120,6 +121,7 @@ impl Enlightened {
         part: core::ops::Range<usize>,
         l1: &impl GuestMemory,
     ) -> Result<(), Fail> {
+        // Each part into its place of the copy: what is not read now is what was read last.
         let at = Gpa(from.0.wrapping_add(part.start as u64));
         let into = self.page.as_mut_bytes().get_mut(part).ok_or(Fail::Outside)?;
         Ok(l1.read(at, into)?)
@@ -129,6 +131,7 @@ impl Enlightened {
         if let Some(from) =
             offset.checked_add(bytes).and_then(|end| self.page.as_bytes().get(offset..end))
         {
+            // A page that L1 has taken away, or made read-only, keeps what it had: the entry has looked whether it could be written.
             let _ = l1.write(Gpa(to.0.wrapping_add(offset as u64)), from);
         }
     }
@@ -143,7 +146,9 @@ impl Machine {
         direct_flush: bool,
         assist: Option<Gpa>,
     ) {
+        // Without the VMM's switch L1's CPUID does not count: a feature is on where both say so.
         let offered = enabled && offered;
+        // L1 is offered other controls now, and what it set was checked by the ones of before.
         if offered != self.enlightened.offered {
             // Which controls there are.
             self.touch_all();
@@ -152,6 +157,7 @@ impl Machine {
         self.enlightened.offered = offered;
         self.enlightened.flushes = direct_flush;
         self.enlightened.assist = assist.filter(|_| offered);
+        // A VMCS that is current goes with the feature, as it goes with the VP assist page.
         if !offered {
             self.release_enlightened();
         }
@@ -171,6 +177,7 @@ impl Machine {
     /// is that no more if the VP assist page was taken away.
     #[inline]
     pub fn asks_assist_page(&self) -> bool {
+        // One that is current is asked for, too: the page may have been taken away.
         self.enlightened.assist.is_some() || self.is_enlightened()
     }
 
@@ -210,6 +217,7 @@ impl Machine {
 
     /// What the VP assist page names, and whether it lets L0 flush for L2.
     fn named_by_assist(&self, l1: &impl GuestMemory) -> Result<Option<(u64, bool)>, Outside> {
+        // Each entry asks: L1 names another VMCS by writing to its page, which nobody sees.
         let Some(assist) = self.enlightened.assist else { return Ok(None) };
         let mut bytes = [0; 24];
         l1.read(Gpa(assist.0.wrapping_add(ASSIST)), &mut bytes)?;
@@ -231,32 +239,40 @@ impl Machine {
         limits: &Limits,
         l1: &impl GuestMemory,
     ) -> Result<Loaded, Fail> {
+        // The instruction says so itself, right behind: nothing of the page may be taken over by one that faults.
         if !self.is_in_operation() || !cpu.is_mode_right() || cpu.cpl > 0 {
             // The instruction faults.
             return Ok(Loaded::None);
         }
+        // What the VP assist page says is read once: whether it names a VMCS, which, and whether L0 flushes.
         let Ok(named) = self.named_by_assist(l1) else { return Ok(Loaded::NoAssist) };
         let Some((pointer, direct_flush)) = named else {
             self.release_enlightened();
             return Ok(Loaded::None);
         };
+        // The specification wants a page; an address beyond L1's width is no memory.
         if !is_page(pointer, limits.physical_bits) {
             return Err(Fail::Outside);
         }
         let to = Gpa(pointer);
+        // By address alone: a page that was rewritten behind the same address says so by its clean fields.
         let changed = self.enlightened.current != Current::At(to);
         let clean =
             if changed { self.point_at(to, l1)? } else { self.read_changed(to, launch, l1)? };
+        // Behind the page's own copy: none of these is read from L1's memory again.
         let e = &mut self.enlightened;
         let control = e.u32(at::CONTROL);
+        // L1 promises it by two words: the feature is on, and the bitmap is clean.
         e.keeps_msr_bitmap =
             control & control::MSR_BITMAP != 0 && clean & Clean::MsrBitmap.bit() != 0;
         e.told = Told {
+            // Three have to agree: L1's CPUID, its VP assist page and the VMCS.
             direct_flush: e.flushes && direct_flush && control & control::DIRECT_FLUSH != 0,
             guest: (e.u64(at::VM_ID), e.u32(at::VP_ID)),
             partition_assist: e.u64(at::PARTITION_ASSIST),
         };
         self.take_page(clean);
+        // There is no launch state: the check of VMLAUNCH and VMRESUME is to find what the instruction wants.
         self.vmcs12.set_launched(!launch);
         Ok(Loaded::Page)
     }
@@ -270,14 +286,18 @@ impl Machine {
 
     /// What L1 names is no memory: nothing is current. What L1 has written to the VMCS that was is in its region.
     pub fn refuse_enlightened(&mut self, l1: &impl GuestMemory) {
+        // None is current behind it: VMREAD and the next entry find nothing, rather than a VMCS that was half changed.
         self.write_back(l1);
         self.set_regions(self.vmxon, None);
     }
 
     /// Another page is current from now on: all of it is read, and nothing is clean.
     fn point_at(&mut self, to: Gpa, l1: &impl GuestMemory) -> Result<u32, Fail> {
+        // All of it is read before anything changes: a page that is not there leaves L1 where it was.
         self.enlightened.read(to, 0..BYTES, l1)?;
+        // Stock KVM takes its own revision there, too: hypervisors on it had written that.
         let good = [page::VERSION, VMCS12_REVISION].contains(&self.enlightened.u32(0));
+        // The VMCS that was current by VMPTRLD is given up, with what it has.
         self.write_back(l1);
         self.set_regions(self.vmxon, None);
         if !good {
@@ -286,6 +306,7 @@ impl Machine {
         // What the page does not carry is nobody's.
         self.vmcs12.clear();
         self.enlightened.current = Current::At(to);
+        // From here on the end of L2's run writes the page.
         self.owes |= owes::PAGE;
         Ok(0)
     }
@@ -298,8 +319,11 @@ impl Machine {
         l1: &impl GuestMemory,
     ) -> Result<u32, Fail> {
         let e = &mut self.enlightened;
+        // These 96 bytes change at nearly every entry: they are read whatever the clean fields say.
         e.read(from, HOT, l1)?;
+        // VMLAUNCH takes no word of L1's for granted.
         let clean = if launch { 0 } else { e.u32(at::CLEAN) & ALL_CLEAN };
+        // With all others clean the rest of the page is not read: nothing of it would be used.
         if (clean | HOT_GROUPS) & ALL_CLEAN != ALL_CLEAN {
             e.read(from, 0..HOT.start, l1)?;
             e.read(from, HOT.end..BYTES, l1)?;
@@ -313,12 +337,14 @@ impl Machine {
         while left != 0 {
             let group = left.trailing_zeros() as usize;
             left &= left.wrapping_sub(1);
+            // Lines are in the order of the groups: each has a first and an end.
             let Some([from, to]) = page::STARTS.get(group..=group.wrapping_add(1)) else { return };
             for line in
                 page::READ_LINES.get(usize::from(*from)..usize::from(*to)).unwrap_or_default()
             {
                 let at = usize::from(line.offset);
                 let value = self.enlightened.page[(at / 8) & (WORDS - 1)] >> (at % 8 * 8);
+                // As VMWRITE would: what is the same leaves the group composed and checked.
                 if self.vmcs12.take_served(&line.field, value) {
                     self.change(line.field.place.group);
                 }
@@ -329,11 +355,13 @@ impl Machine {
     /// Brings VMCS12 up to date with what L1 may have written into the page since the last exit, to be saved.
     pub fn refresh_enlightened(&mut self, l1: &impl GuestMemory) {
         // An L2 that system-management mode has put aside is VMCS12 alone, and RSM enters it without a check.
+        // A VMCS that waits for L1's pages has nothing newer there; while L2 runs the page does not count.
         if let Current::At(from) = self.enlightened.current
             && self.level == Level::L1
             && !self.smm.guest_mode
             && self.enlightened.read(from, 0..BYTES, l1).is_ok()
         {
+            // Clean fields are not asked: L1 may have written since it set them.
             self.take_page(0);
         }
     }
@@ -345,6 +373,7 @@ impl Machine {
         }
         let named = self.named_by_assist(l1).unwrap_or(None).map(|(pointer, _)| pointer);
         let named = named.filter(|pointer| is_page(*pointer, limits.physical_bits)).map(Gpa);
+        // L1's pages are gone, or are none: no VMCS is current, and L1's next entry names one or fails.
         let Some(to) = named.filter(|to| self.enlightened.read(*to, 0..BYTES, l1).is_ok()) else {
             return self.release_enlightened();
         };
@@ -352,6 +381,7 @@ impl Machine {
             return self.release_enlightened();
         }
         self.enlightened.current = Current::At(to);
+        // The state counts, and not what memory has: the page may be older.
         self.store_enlightened(l1);
     }
 
@@ -359,6 +389,7 @@ impl Machine {
     pub(crate) fn unsettle_enlightened(&mut self) {
         self.enlightened.current = Current::Unsettled;
         self.enlightened.keeps_msr_bitmap = false;
+        // What L1 has told is not saved: its next entry tells it again.
         self.enlightened.told = Told::default();
         self.owes |= owes::PAGE;
     }
@@ -366,6 +397,7 @@ impl Machine {
     /// Whether the end of L2's run writes to nothing but the enlightened VMCS, and that can be written.
     pub fn reaches_enlightened(&self, l1: &impl GuestMemory) -> bool {
         match self.enlightened.current {
+            // An exchange of 0 for 0 changes nothing, and fails where a store would.
             Current::At(to) if self.owes & owes::SHADOW == 0 => l1.exchange(to, 0, 0).is_ok(),
             Current::At(_) | Current::None | Current::Unsettled => false,
         }
@@ -381,22 +413,26 @@ impl Machine {
         let Current::At(to) = self.enlightened.current else { return };
         let e = &mut self.enlightened;
         for line in &page::WRITTEN_LINES {
+            // Only what an exit leaves: L1's own fields in the page are not touched, and may be newer there.
             let at = usize::from(line.offset);
             let (word, bit) = (&mut e.page[(at / 8) & (WORDS - 1)], at % 8 * 8);
             let value = self.vmcs12.served(&line.field);
             *word = *word & !(line.field.mask << bit) | value << bit;
         }
         for run in &page::RUNS {
+            // Runs of lines that lie side by side: fewer stores, none of which covers a field of L1's.
             e.write(to, run.offset.into(), run.bytes.into(), l1);
         }
     }
 
     /// L2 has run: L1's fields are those that VMCS12 has until L1 says otherwise.
     pub(super) fn store_left(&mut self, l1: &impl GuestMemory) {
+        // All was fetched for the page: nothing of L2 waits in vmcs02.
         self.behind = Groups::NONE;
         self.store_enlightened(l1);
         if let Current::At(to) = self.enlightened.current {
             let e = &mut self.enlightened;
+            // All clean, as the specification has it behind an exit: L1 clears what it changes.
             let word = &mut e.page[at::CLEAN / 8];
             *word |= u64::from(ALL_CLEAN);
             e.write(to, at::CLEAN, 4, l1);
@@ -411,6 +447,7 @@ impl Machine {
     /// The exit that L1 sees is the one behind a flush for L2, which no CPU knows.
     pub fn tell_flush(&mut self, l1: &impl GuestMemory) {
         self.vmcs12.set(field::EXIT_REASON, FLUSHED);
+        // VMCS12 has it for a saved state, the page for L1.
         if let Current::At(to) = self.enlightened.current
             && let Some((offset, _)) = page::find(field::EXIT_REASON.encoding().into())
         {
@@ -423,6 +460,7 @@ impl Machine {
         if let Current::At(to) = self.enlightened.current
             && let Some((offset, _)) = page::find(field::INSTRUCTION_ERROR.encoding().into())
         {
+            // The page is where L1 looks for it; a failed instruction has no exit that would write the whole.
             let number = self.vmcs12.get(field::INSTRUCTION_ERROR);
             let _ = l1.write(Gpa(to.0.wrapping_add(offset.into())), &number.to_le_bytes());
         }
@@ -430,9 +468,11 @@ impl Machine {
 
     /// VMCLEAR of an L1 that uses enlightened VMCSs is of one, which nothing is written to. False: it does not.
     pub(super) fn clear_enlightened(&mut self, at: Gpa, l1: &impl GuestMemory) -> bool {
+        // An L1 that names none has its VMCLEAR mean a region, as ever.
         if self.named_by_assist(l1).unwrap_or(None).is_none() {
             return false;
         }
+        // Its memory is left alone: what an exit leaves there is there already.
         if self.enlightened.current == Current::At(at) {
             self.release_enlightened();
         }
@@ -454,6 +494,7 @@ impl Machine {
     ) -> Result<Then, Fail> {
         let unsupported = Fail::Valid(x86::vmcs::InstructionError::UnsupportedField);
         let Current::At(from) = self.enlightened.current else { return Err(Fail::Invalid) };
+        // By the page's own table: it has no halves of 64-bit fields.
         let (offset, bytes) = page::find(encoding).ok_or(unsupported)?;
         let mut value = [0; 8];
         let (low, _) = value.split_at_mut_checked(bytes).ok_or(unsupported)?;

@@ -35,24 +35,30 @@ impl Machine {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Switch {
+        // Both are #UD, before any exit: L1 has not enabled the instruction, or there is no such function (§26.5.6.2).
         if !self.vmcs12.secondary().contains(ProcControls2::VMFUNC) || eax > LAST {
             return Switch::Undefined;
         }
         let functions = self.vmcs12.get(field::VM_FUNCTION_CONTROLS);
+        // The function exists, and cannot be done: L1 sees the exit. 512 pointers are a page.
         if eax != 0 || functions & EPTP_SWITCHING == 0 || !self.vmcs12.has_ept() || ecx >= LIST {
             return Switch::Exit;
         }
+        // The entry has checked the page: the mask is for the sum alone.
         let list = self.vmcs12.get(field::EPTP_LIST) & !0xfff;
         let Ok(pointer) = memory.read_u64(Gpa(list | (u64::from(ecx & (LIST - 1)) * 8))) else {
             return Switch::Exit;
         };
+        // No tables change: what was made of them stays.
         if pointer == self.vmcs12.get(field::EPT_POINTER) {
             return Switch::Same;
         }
+        // By the rules of an entry: what would fail one makes an exit (§26.5.6.3). Nothing has changed yet.
         if !controls::is_ept_pointer(pointer, &self.capabilities, limits) {
             return Switch::Exit;
         }
         self.vmcs12.set(field::EPT_POINTER, pointer);
+        // vmcs02's pointer is L0's: the group is composed when L2 is entered next, with what L0 makes of L1's tables.
         self.dirty.add(Group::Translation);
         Switch::Ept(pointer)
     }

@@ -34,6 +34,7 @@ fn descriptor(operand: Address, l1: &mut impl L1) -> Result<(u64, u64), Fail> {
     let mut bytes = [0; 16];
     l1.read_linear(operand?, &mut bytes)?;
     let both = u128::from_le_bytes(bytes);
+    // Little-endian: the first eight bytes are the EPT pointer or the VPID.
     Ok((both as u64, (both >> 64) as u64))
 }
 
@@ -48,6 +49,7 @@ impl Machine {
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
         let c = &self.capabilities;
+        // A kind that is not offered fails before memory is touched, as in stock KVM.
         let supported = match kind {
             invept::SINGLE => c.ept_vpid.invept_single(),
             invept::ALL => c.ept_vpid.invept_all(),
@@ -56,10 +58,13 @@ impl Machine {
         if !supported {
             return Err(WRONG);
         }
+        // Bits 127:64 are reserved for INVEPT; the manual's pseudo-code does not look at them, nor does this.
         let (eptp, _) = descriptor(operand, l1)?;
+        // All kinds read the descriptor: it may fault, although nothing in it is used.
         if kind == invept::ALL {
             return Ok(Then::Invalidate(Invalidation::AllEpt));
         }
+        // A pointer with which an entry would fail names no translations (SDM vol. 3C chapter 31, INVEPT).
         if !controls::is_ept_pointer(eptp, c, limits) {
             return Err(WRONG);
         }
@@ -73,6 +78,7 @@ impl Machine {
         limits: &Limits,
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
+        // Bits 43:40 of the capability are the four kinds.
         let kinds = self.capabilities.ept_vpid.0 >> 40;
         if kind > invvpid::SINGLE_NON_GLOBAL || kinds & 1 << (kind & 3) == 0 {
             return Err(WRONG);
@@ -81,6 +87,7 @@ impl Machine {
         if first >> 16 != 0 {
             return Err(WRONG);
         }
+        // Bits 63:16 are reserved, for every kind.
         let vpid = first as u16;
         if kind != invvpid::ALL && vpid == 0 {
             return Err(WRONG);
@@ -89,6 +96,7 @@ impl Machine {
             invvpid::ADDRESS if !is_canonical(address, limits.linear_bits) => return Err(WRONG),
             invvpid::ADDRESS => Invalidation::Address { vpid, address },
             invvpid::SINGLE => Invalidation::Vpid(vpid),
+            // The caller drops global ones along: to flush too much is never wrong.
             invvpid::SINGLE_NON_GLOBAL => Invalidation::NonGlobal(vpid),
             _ => Invalidation::AllVpids,
         };

@@ -50,6 +50,7 @@ impl Iterator for Lines {
 const fn bit(encoding: u32) -> u32 {
     let mut at = 0;
     while at < WRITTEN {
+        // Encodings are even: a field's upper half has none of its own here.
         if SHADOWED[at].encoding as u32 == encoding {
             return 1 << at;
         }
@@ -91,10 +92,12 @@ macro_rules! each_line {
 
 impl Mirror {
     pub(super) const UNKNOWN: Self =
+        // Nothing is known, so that the first time all lines are written.
         Self { values: [0; SERVED], known: 0, ahead: 0, absent: 0, due: true };
 
     /// The VMCS12 is another one: what L1 wrote into the shadow VMCS counts no more.
     pub(super) fn drop_writes(&mut self) {
+        // L1 may have written them: what the hardware holds there is not known.
         self.known &= !self.ahead;
         self.ahead = 0;
         self.due = true;
@@ -107,6 +110,7 @@ impl Machine {
         let lines = SHADOWED.iter().enumerate();
         self.mirror.absent =
             lines.filter(|(_, line)| !has(line.encoding)).fold(0, |all, (at, _)| all | 1 << at);
+        // Only seldom ones may be missing: a line of straight code is not asked.
         // Straight code reads and writes the others.
         debug_assert!(self.mirror.absent & !SELDOM == 0);
     }
@@ -131,20 +135,24 @@ impl Machine {
 
     /// Takes over all that L1 may have written into the shadow VMCS. `read` is VMREAD of it.
     pub fn take_mirror(&mut self, mut read: impl FnMut(u32) -> u64) {
+        // Lines that L1 may not write cannot be ahead.
         self.take_lines(self.mirror.ahead, &mut read);
     }
 
     /// Takes over as much as an entry looks at.
     #[inline]
     pub fn take_mirror_for_entry(&mut self, mut read: impl FnMut(u32) -> u64) {
+        // What is taken is L1's no more: it is given again before L1 runs, or its later writes would be lost.
         self.mirror.due = true;
         if self.mirror.ahead == ALL_WRITTEN {
             // As nearly always: each line with its places as constants.
             each_line!(self, take_line, &mut read);
+            // The others were not taken, and stay ahead.
             self.mirror.ahead = SELDOM;
         } else {
             self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
         }
+        // Asked of VMCS12 behind the lines above: L1 may have switched it on by a line among them.
         let injects = self.vmcs12.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
         let mut more = if injects { WITH_EVENT } else { 0 };
         if self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
@@ -160,6 +168,7 @@ impl Machine {
         if second.contains(ProcControls2::PML) {
             more |= WITH_LOG;
         }
+        // A field that no control makes an entry look at stays where L1 wrote it. That is a VMREAD spared for each.
         if self.mirror.ahead & more != 0 {
             self.take_lines(self.mirror.ahead & more, &mut read);
         }
@@ -167,6 +176,7 @@ impl Machine {
 
     #[inline(always)]
     fn take_line<const AT: usize>(&mut self, read: &mut impl FnMut(u32) -> u64) {
+        // Constants: the branch is gone in the code that is made.
         if AT >= WRITTEN || SELDOM & 1 << AT != 0 {
             return;
         }
@@ -175,6 +185,7 @@ impl Machine {
         if let Some(held) = self.mirror.values.get_mut(AT) {
             *held = value;
         }
+        // Compared before anything is called: most lines are what they were.
         if self.vmcs12.served(served) != value {
             self.change_line(AT, value);
         }
@@ -211,6 +222,7 @@ impl Machine {
     #[cold]
     #[inline(never)]
     fn take_lines(&mut self, lines: u32, read: &mut impl FnMut(u32) -> u64) {
+        // Ahead no more, absent lines too: those are in VMCS12 by their exits.
         self.mirror.ahead &= !lines;
         self.mirror.due = true;
         // Mostly there is one.
@@ -231,7 +243,9 @@ impl Machine {
     /// of it.
     #[inline]
     pub fn give_mirror(&mut self, mut write: impl FnMut(u32, u64)) {
+        // What is ahead and was not taken must not be overwritten: L1 wrote it later than VMCS12 has it.
         let seldom = SELDOM & !self.mirror.ahead;
+        // The first time, or behind a VMCS12 that was exchanged, each line is looked at.
         if self.mirror.known != u32::MAX || self.mirror.ahead & !SELDOM != 0 {
             self.give_lines(u32::MAX, &mut write);
         } else {
@@ -240,7 +254,9 @@ impl Machine {
                 self.give_lines(seldom, &mut write);
             }
         }
+        // Lines that are ahead are not known in truth; they are taken before they are compared ([`Mirror::drop_writes`]).
         self.mirror.known = u32::MAX;
+        // From here on L1 runs, and may write any of them without an exit.
         self.mirror.ahead = ALL_WRITTEN;
         self.mirror.due = false;
     }

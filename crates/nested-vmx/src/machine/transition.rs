@@ -21,18 +21,22 @@ impl Machine {
         known: &Known,
         memory: &impl GuestMemory,
     ) {
+        // VMCS12 first: what is written into L1's memory below comes out of it.
         let differ = leave::save(&mut self.vmcs12, exit, report, known);
         self.touch(differ);
         self.mirror.due = true;
+        // All of REST, whether or not L2 has changed it: to find out would be the VMREADs that are to be spared.
         self.behind = leave::REST;
         if self.owes != 0 {
             self.pay(exit, known, memory);
         }
         self.entered_behind = Groups::NONE;
+        // For the next entry: whether its checks may rely on those of before.
         self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         self.level = Level::L1;
         self.run_pending = false;
         self.launching = false;
+        // A pending event of L2's is of the run that is over.
         self.forget_pending();
     }
 
@@ -63,16 +67,19 @@ impl Machine {
     /// An SMI: VMX operation is put aside until RSM (SDM vol. 3C §32.14.1). L2's state has been saved before;
     /// L1 sees no exit.
     pub fn put_aside(&mut self) {
+        // `save_running` has saved all: nothing is behind that RSM would have to fetch.
         self.entered_behind = Groups::NONE;
         self.smm.guest_mode = self.level == Level::L2;
         self.smm.vmxon = self.vmxon.is_some();
         self.level = Level::L1;
+        // RSM composes vmcs02 from scratch: SMM may have changed anything of L1's meanwhile.
         self.touch_all();
     }
 
     /// RSM: VMX operation goes on. Tells whether L2 does, with the state that was saved.
     pub fn take_back(&mut self) -> bool {
         let resumes = self.smm.guest_mode;
+        // Taken whole: flags of a mode that is left would refuse VMXON.
         self.smm = super::Smm::default();
         if resumes {
             self.level = Level::L2;
@@ -82,6 +89,7 @@ impl Machine {
 
     /// An entry has failed behind the point of no return: L1 sees an exit, L2 has not run.
     pub fn fail_entry(&mut self, failure: EntryFailure) {
+        // A VMLAUNCH that fails leaves the VMCS clear, whoever found out.
         if core::mem::take(&mut self.launching) {
             // The hardware has found what the checks here had not.
             self.vmcs12.set_launched(false);
@@ -122,6 +130,7 @@ impl Machine {
     /// Groups that have to be fetched ([`Self::fetch`]) before an instruction is executed.
     #[inline]
     pub fn needs(&self, instruction: &Instruction) -> Groups {
+        // Nearly always: a hypervisor that asked once has all of it.
         if self.behind.is_empty() {
             return Groups::NONE;
         }
@@ -129,6 +138,7 @@ impl Machine {
             Instruction::Vmread { field, .. } => self.behind_field(field, Shadow::Read),
             Instruction::Vmwrite { field, .. } => self.behind_field(field, Shadow::ReadWrite),
             Instruction::Vmlaunch | Instruction::Vmresume => self.behind_entry(),
+            // These write the VMCS into L1's memory, or make another the current one.
             Instruction::Vmclear { .. } | Instruction::Vmptrld { .. } | Instruction::Vmxoff => {
                 self.behind
             }
@@ -141,6 +151,7 @@ impl Machine {
 
     /// What a shadow VMCS serves an exit has saved already, or only L1 changes.
     fn behind_field(&self, encoding: u64, served: Shadow) -> Groups {
+        // An encoding that is none fetches nothing: the instruction fails by itself.
         let Some(named) = place::find(encoding) else { return Groups::NONE };
         let group = Groups::of(named.place.group);
         let hot = match (named.place.shadow, served) {
@@ -162,6 +173,7 @@ impl Machine {
         let by_mode = information & event::VALID != 0
             && information & event::TYPE == event::EXCEPTION
             && self.vmcs12.secondary().contains(ProcControls2::UNRESTRICTED_GUEST);
+        // Checks and composition look at whole groups: one that is behind would be looked at as it was before L2 ran.
         if self.checks_whole_guest()
             || by_mode
             || self.asks_control_registers()
@@ -184,6 +196,7 @@ impl Machine {
     /// Fetches groups from the hardware's VMCS in which an exit has left them.
     pub fn fetch(&mut self, exit: &impl Exit, known: &Known, groups: Groups) {
         leave::save_rest(&mut self.vmcs12, exit, known, groups);
+        // Only these: what is fetched is written by L1 from now on, and must not be fetched again.
         self.behind = self.behind.without(groups);
     }
 }

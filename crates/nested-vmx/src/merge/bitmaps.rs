@@ -38,6 +38,7 @@ impl X2Apic {
         let second = v.secondary();
         let priority = second.contains(ProcControls2::VIRTUALIZE_X2APIC);
         Self {
+            // Without that control the registers are L1's own: no MSR of theirs may pass.
             priority,
             reads: priority && second.contains(ProcControls2::APIC_REGISTERS),
             interrupts: priority && second.contains(ProcControls2::VIRTUAL_INTERRUPTS),
@@ -55,6 +56,7 @@ impl X2Apic {
     /// Bits of a word of the x2APIC's writes that need not exit for L0's sake.
     fn free_writes(self, word: usize) -> u64 {
         let mut free = if self.priority { bit(word, x2apic::TASK_PRIORITY) } else { 0 };
+        // An end of interrupt and a self-IPI are the CPU's only where it delivers virtual interrupts.
         if self.interrupts {
             free |= bit(word, x2apic::END_OF_INTERRUPT) | bit(word, x2apic::SELF_IPI);
         }
@@ -83,8 +85,10 @@ pub struct Inputs {
 /// One word of the page that vmcs02 gets: an access exits if either wants it to. The x2APIC registers are
 /// L2's virtual ones, so L0's bits for L1's do not count there.
 pub fn word(index: usize, l0: u64, l1: u64, x2apic: X2Apic) -> u64 {
+    // Below the first word there is none: the subtraction says so.
     let within = |first: usize| index.checked_sub(first).filter(|n| *n < X2APIC_WORDS);
     if let Some(n) = within(X2APIC) {
+        // L0's map says what of its own x2APIC L1 may reach: L2's is another.
         return l1 | !x2apic.free_reads(n);
     }
     if let Some(n) = within(X2APIC + WRITES) {
@@ -98,12 +102,14 @@ pub fn msr_exits(v: &Vmcs12, msr: u32, direction: Direction, memory: &impl Guest
     if !v.primary().contains(ProcControls::MSR_BITMAPS) {
         return true;
     }
+    // Two ranges of 1024 bytes each; writes follow behind the reads of both.
     let high = match msr {
         0..=0x1fff => 0,
         0xc000_0000..=0xc000_1fff => 1024,
         // MSRs in neither range always exit (SDM vol. 3C §26.1.3).
         _ => return true,
     };
+    // The halves of the page: reads, then writes.
     let write = if direction.is_write() { 2048 } else { 0 };
     let byte = u64::from(msr & 0x1fff) / 8 + high + write;
     is_set(v.get(field::MSR_BITMAP), byte, msr, memory)
@@ -111,9 +117,11 @@ pub fn msr_exits(v: &Vmcs12, msr: u32, direction: Direction, memory: &impl Guest
 
 /// Whether L1 wants the exit of a port access of so many bytes.
 pub fn port_exits(v: &Vmcs12, port: u16, bytes: u8, memory: &impl GuestMemory) -> bool {
+    // Without maps one control decides for all ports (§26.1.3).
     if !v.primary().contains(ProcControls::IO_BITMAPS) {
         return v.primary().contains(ProcControls::UNCONDITIONAL_IO);
     }
+    // Each byte's port has its bit: an access is L1's if one of them is.
     (0..u32::from(bytes)).any(|n| {
         let port = u32::from(port) + n;
         let page = match port {
@@ -133,6 +141,7 @@ pub fn field_exits(
     direction: Direction,
     memory: &impl GuestMemory,
 ) -> bool {
+    // Bits 63:15 of the operand name no field, and always exit (§26.1.3).
     if !v.secondary().contains(ProcControls2::SHADOW_VMCS) || encoding >> 15 != 0 {
         return true;
     }
@@ -144,6 +153,7 @@ pub fn field_exits(
 }
 
 fn is_set(page: u64, byte: u64, bit: u32, memory: &impl GuestMemory) -> bool {
+    // No memory: L1 hears of everything, and can tell what is wrong.
     match memory.read_u8(Gpa(page.wrapping_add(byte))) {
         Ok(bits) => bits & 1 << (bit & 7) != 0,
         Err(crate::Outside) => true,

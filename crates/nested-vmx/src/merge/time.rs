@@ -18,11 +18,13 @@ pub struct Tsc {
 pub const ONE: u64 = 1 << 48;
 
 fn scale(value: u64, multiplier: u64) -> u64 {
+    // 48 fractional bits are dropped, as the CPU does: 128 bits hold the product.
     ((u128::from(value) * u128::from(multiplier)) >> 48) as u64
 }
 
 /// Scales a signed number by its magnitude, as hardware-compatible offsets are.
 fn scale_signed(value: u64, multiplier: u64) -> u64 {
+    // An offset is signed: as it stands it would be scaled like a time in the far future.
     let signed = value as i64;
     let magnitude = scale(signed.unsigned_abs(), multiplier);
     if signed < 0 { magnitude.wrapping_neg() } else { magnitude }
@@ -40,15 +42,18 @@ impl Tsc {
     /// What L1's VMCS makes of the TSC for L2: this one is L1's from the host's, the result L2's from the
     /// host's.
     pub fn of_l2(self, v: &Vmcs12) -> Self {
+        // Without the offset control L1's scaling is off, too: L2 has L1's TSC (§26.3).
         if !v.primary().contains(ProcControls::TSC_OFFSET) {
             return self;
         }
         let offset = v.get(field::TSC_OFFSET);
         if !v.secondary().contains(ProcControls2::TSC_SCALING) {
+            // Offsets add modulo 2^64.
             return Self { offset: self.offset.wrapping_add(offset), ..self };
         }
         let multiplier = v.get(field::TSC_MULTIPLIER);
         Self {
+            // L1's offset is in L1's ticks: L2's multiplier scales it along with the time.
             multiplier: scale(self.multiplier, multiplier),
             offset: scale_signed(self.offset, multiplier).wrapping_add(offset),
         }
@@ -63,6 +68,7 @@ pub struct Deadline(pub u64);
 impl Deadline {
     /// The timer of an entry at this time of L1's TSC.
     pub fn start(v: &Vmcs12, tsc: u64) -> Self {
+        // Counted from a moment of L1's TSC, in units of the rate that L1 sees: the host's own rate is nothing to a saved state.
         Self((tsc >> TIMER_RATE).wrapping_add(u64::from(v.get(field::PREEMPTION_TIMER))))
     }
 
@@ -74,12 +80,14 @@ impl Deadline {
 
     /// The deadline on an L1's TSC that was moved by `delta`, mod 2^64.
     #[must_use]
+    // L1's TSC moves, the time that is left does not.
     pub fn moved(self, delta: u64) -> Self {
         Self(self.tsc().wrapping_add(delta) >> TIMER_RATE)
     }
 
     /// The time of L1's TSC at which it runs out.
     pub fn tsc(self) -> u64 {
+        // A VMM restores any number: the product stays at the end of time.
         self.0.saturating_mul(1 << TIMER_RATE)
     }
 }
