@@ -43,6 +43,7 @@ impl DeliveryMode {
             5 => Self::Init,
             6 => Self::Startup,
             7 => Self::ExtInt,
+            // Remote read on old parts; reserved since (SDM vol. 3A §10.6.1).
             _ => return None,
         })
     }
@@ -158,6 +159,7 @@ impl LineStatus {
     /// The sum over the several targets of one GSI: an ignored one does not hide a delivery.
     pub const fn and(self, other: Self) -> Self {
         match (self, other) {
+            // A GSI has pins of two chips, of which a guest uses one and masks the other.
             (Self::Ignored, x) | (x, Self::Ignored) => x,
             (Self::Coalesced, x) | (x, Self::Coalesced) => x,
             (Self::Delivered(a), Self::Delivered(b)) => Self::Delivered(a.saturating_add(b)),

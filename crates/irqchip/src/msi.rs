@@ -24,6 +24,7 @@ impl Msi {
             if self.address_lo & (1 << 2) != 0 { DestMode::Logical } else { DestMode::Physical };
         let redirect = self.address_lo & (1 << 3) != 0;
         let low = (self.address_lo >> 12) as u8;
+        // Else the high half is not looked at, as in stock KVM.
         let high = if rules.wide { self.address_hi & 0xffff_ff00 } else { 0 };
         let dest = if high == 0 { rules.widen(low) } else { high | u32::from(low) };
         let delivery = match DeliveryMode::from_bits(self.data >> 8)? {
@@ -31,6 +32,8 @@ impl Msi {
             DeliveryMode::Fixed if redirect => DeliveryMode::LowestPriority,
             mode => mode,
         };
+        // A message is no line. The bit says how its end is told; whether it asserts (bit 14) is
+        // not asked (SDM vol. 3A §10.11.2).
         let level = self.data & (1 << 15) != 0;
         Some(IrqMessage {
             vector: Vector(self.data as u8),

@@ -145,6 +145,7 @@ impl Pit {
     fn start(&mut self, now_ns: u64) {
         self.started_ns = None;
         self.fired = 0;
+        // Ticks that were owed were those of the old program.
         self.pending = 0;
         self.acknowledged = true;
         let state = &self.channels[0].state;
@@ -153,6 +154,7 @@ impl Pit {
         if self.hpet_legacy || !matches!(state.mode, 0 | 2 | 3 | 4) {
             return;
         }
+        // A one-shot may be as short as it likes: it fires once.
         self.interval_ticks = u64::from(state.count);
         if self.periodic {
             self.interval_ticks = self.interval_ticks.max(MIN_PERIOD_TICKS);

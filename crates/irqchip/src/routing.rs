@@ -128,6 +128,7 @@ impl Routing {
             if route.gsi as usize >= MAX_ROUTES {
                 return Err(RoutingError::Invalid);
             }
+            // The table ends with the last GSI in use: most VMs have a few dozen.
             gsis = gsis.max(route.gsi as usize + 1);
             match route.target {
                 Target::Pin { chip, pin } if pin >= chip.pins() => {
@@ -156,6 +157,7 @@ impl Routing {
         }
         let filler = Target::Msi(Msi::default());
         table.targets.resize(routes.len(), filler);
+        // By GSI, how many of its entries are in place: new ones are compared with those alone.
         let mut filled = Vec::new();
         filled.try_reserve_exact(gsis).map_err(|_| RoutingError::NoMemory)?;
         filled.resize(gsis, 0u16);
@@ -196,6 +198,7 @@ impl Routing {
     /// Where a GSI goes; empty when nowhere.
     #[inline]
     pub fn targets(&self, gsi: u32) -> &[Target] {
+        // One start more than GSIs. An empty table has none at all.
         let Some(gsis) = self.starts.len().checked_sub(1) else { return &[] };
         let Some(gsi) = GuestIndex::from(gsi).below(gsis) else { return &[] };
         match (self.starts.get(gsi), self.starts.get(gsi + 1)) {
@@ -210,6 +213,7 @@ impl Routing {
     pub fn targets_below(&self, end: u32) -> &[Target] {
         match GuestIndex::from(end).of(&self.starts) {
             Some(end) => self.targets.get(..usize::from(*end)).unwrap_or(&[]),
+            // No GSI is that high: all of them.
             None => &self.targets,
         }
     }
@@ -218,6 +222,7 @@ impl Routing {
     #[inline]
     pub fn msi(&self, gsi: u32) -> Option<Msi> {
         match self.targets(gsi) {
+            // An MSI stands alone: new() has refused every other table.
             [Target::Msi(msi)] => Some(*msi),
             _ => None,
         }

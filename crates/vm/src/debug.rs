@@ -52,6 +52,7 @@ impl DebugDirs {
     pub fn add_vm(&self, tid: u32, fd: i32, statistics: &Arc<VmStatistics>) {
         let made =
             named(format_args!("{tid}-{fd}"), |name| DebugDir::new(name, None, statistics.clone()));
+        // A convenience: without debugfs, memory or a free name the VM does without.
         if let Some(Ok(dir)) = made.map(Arc::new) {
             let _ = self.vm.set(dir);
         }
@@ -59,8 +60,10 @@ impl DebugDirs {
 
     /// The directory of one more vCPU.
     pub fn add_vcpu(&self, vcpu: &SharedVcpu) {
+        // A VM without a directory has none for its vCPUs either.
         let Some(parent) = self.vm.get() else { return };
         let mut dirs = self.vcpus.lock();
+        // The vCPU exists already, and is not given up for its directory.
         if dirs.try_reserve(1).is_err() {
             return;
         }
@@ -96,6 +99,7 @@ fn show_table(table: u32, to: &mut Text<'_>, word: impl Fn(&OfVcpu, usize) -> u6
 
 fn show_exits(reason: Reason, to: &mut Text<'_>, word: &impl Fn(&OfVcpu, usize) -> u64) {
     let exits = word(&OfVcpu::By(reason), 0);
+    // Most reasons never occur in a guest: they are left out.
     if exits != 0 {
         let answered = word(&OfVcpu::Answered(reason), 0);
         let _ = writeln!(to, "{:<18} {exits:>20} {answered:>20}", reason.name());
@@ -108,6 +112,7 @@ fn show_cycles(reason: Reason, to: &mut Text<'_>, word: &impl Fn(&OfVcpu, usize)
         if exits == 0 {
             continue;
         }
+        // The last bucket has no upper end.
         let _ = if bucket + 1 == BUCKETS {
             writeln!(to, "{:<18} {:>20} {exits:>20}", reason.name(), "-")
         } else {
@@ -121,6 +126,7 @@ const NUMBERS: u32 = (VM_COUNTED + VCPU_COUNTED) as u32;
 /// Where the number of a VM's file comes from.
 fn source(file: u32) -> OfVm {
     let at = file as usize;
+    // The VM's own, then sums over its vCPUs: stock KVM shows both in the directory of a VM.
     match at.checked_sub(VM_COUNTED) {
         None => VM.get(at).map_or(OfVm::Zero, |desc| desc.source),
         Some(at) => VCPU.get(at).map_or(OfVm::Zero, |desc| OfVm::Sum(desc.source)),
@@ -147,6 +153,7 @@ impl DebugObject for VmStatistics {
     }
 
     fn show(&self, file: u32, to: &mut Text<'_>) {
+        // The tables stand behind the numbers; debugfs asks for no other file.
         let table = file.saturating_sub(NUMBERS);
         show_table(table, to, |of, n| self.word(&OfVm::Sum(*of), n));
     }

@@ -53,6 +53,7 @@ impl MsrFilter {
 
     /// Which accesses of an MSR the guest may not make.
     pub fn denied(&self, index: u32) -> Directions {
+        // For the permission maps, which are made from this when the filter changes.
         let of = |way: Direction| Directions::from(way).when(!self.allows(index, way));
         of(Direction::Read) | of(Direction::Write)
     }

@@ -5,6 +5,8 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 /// Settings of a VM. Each is read and written whole.
 #[derive(Debug, Default)]
 pub struct Settings {
+    // Atomics and no lock: the run loop reads them. What must not change under a vCPU is set with
+    // `Vm::making` held.
     /// TSC frequency of new vCPUs, kHz.
     pub tsc_khz: AtomicU32,
     /// Longest halt polling, ns.
@@ -69,6 +71,7 @@ pub mod quirk {
         | MISC_ENABLE_NO_MWAIT
         | FIX_HYPERCALL_INSN
         | MWAIT_NEVER_UD_FAULTS
+        // Nothing follows from it here; it is known so that a VMM may switch it off.
         | SLOT_ZAP_ALL;
 }
 
@@ -76,11 +79,13 @@ impl Settings {
     /// Whether a quirk of [`quirk`] is on.
     #[inline]
     pub fn has_quirk(&self, quirk: u64) -> bool {
+        // On unless switched off: a VMM that knows of no quirks gets what KVM always did.
         self.quirks_off.load(Relaxed) & quirk == 0
     }
 
     /// Whether HLT does not exit, for vCPUs that are made from now on (KVM_CAP_X86_DISABLE_EXITS).
     pub fn gives_up_hlt_exits(&self) -> bool {
+        // KVM_X86_DISABLE_EXITS_HLT.
         self.disable_exits.load(Relaxed) & 2 != 0
     }
 

@@ -40,6 +40,7 @@ impl VmStatistics {
     pub fn word(&self, source: &OfVm, n: usize) -> u64 {
         let vcpus = self.vcpus.iter().map(|vcpu| &*vcpu.stats);
         let value = source.word(&self.counts, vcpus, n);
+        // Shadow pages count for the VM alone: sums over vCPUs are whole.
         let OfVm::Count(what) = source else { return value };
         let shadow = self.shadow.iter().flatten().map(|counters| of_shadow(counters, *what));
         shadow.fold(value, u64::wrapping_add)

@@ -8,6 +8,8 @@ use pv::{HostTime, VmClock};
 pub fn host_time() -> HostTime {
     let now = clock::snapshot();
     HostTime {
+        // Only where the host's own time is the TSC's: else the two drift apart from the next
+        // moment on.
         tsc: now.tsc_based().then_some(now.tsc),
         monotonic_ns: now.monotonic_ns,
         boot_ns: now.boot_ns,
@@ -71,6 +73,8 @@ impl TscMatch {
         if let Some((last, at, offset)) = self.last_write {
             let expected = last.wrapping_add(now.wrapping_sub(at));
             let difference = value.wrapping_sub(expected) as i64;
+            // A VMM restores its vCPUs within this time; two values further apart are meant to
+            // differ.
             let second = i64::from(khz.max(1)).saturating_mul(1000);
             // A write of 0 is how VMMs reset TSCs, one vCPU after the other; stock KVM takes it for
             // a wish to be in step, too.
@@ -79,6 +83,8 @@ impl TscMatch {
             }
         }
         let offset = value.wrapping_sub(now);
+        // The first of a round: the writes to the other vCPUs are compared with it, and vCPUs to
+        // come follow it.
         self.last_write = Some((value, now, offset));
         self.first_offset = Some(offset);
         offset

@@ -115,6 +115,8 @@ impl VcpuShared {
         role: CpuRole,
         in_kernel_apic: bool,
     ) -> Result<SharedVcpu, NoMemory> {
+        // Without a local APIC of ours INIT and SIPI are the VMM's business: nobody else could
+        // start it.
         let state = if role.is_bootstrap() || !in_kernel_apic {
             MpState::Runnable
         } else {
@@ -201,6 +203,7 @@ impl VcpuShared {
 
     /// While an NMI is handled only one more can wait; the others merge with it.
     pub fn limit_nmis(&self) {
+        // While one is handled the processor latches one more (SDM vol. 3A §6.7.1).
         let _ = self.nmis.fetch_update(AcqRel, Acquire, |n| (n > 1).then_some(1));
     }
 
@@ -217,6 +220,7 @@ impl VcpuShared {
 
     /// Sets the number of waiting NMIs (KVM_SET_VCPU_EVENTS).
     pub fn set_nmis(&self, n: u32) {
+        // The VMM's number, and the guest's limit: see `add_nmi`.
         self.nmis.store(n.min(2), core::sync::atomic::Ordering::Release);
     }
 
@@ -247,6 +251,7 @@ impl VcpuShared {
     /// Makes an INIT pending that was held back, or takes a pending one back. A SIPI stays.
     pub fn set_init(&self, pending: bool) {
         if pending {
+            // Added, for a SIPI may wait behind it.
             self.init_sipi.fetch_or(INIT, SeqCst);
             self.request(Request::Event);
         } else {
@@ -268,6 +273,7 @@ impl VcpuShared {
     /// The multiprocessor state.
     #[inline]
     pub fn mp_state(&self) -> MpState {
+        // Written by set_mp_state() alone: the default only spares a panic.
         MpState::from_raw(self.mp_state.load(Acquire)).unwrap_or(MpState::Runnable)
     }
 

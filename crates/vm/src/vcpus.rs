@@ -65,6 +65,7 @@ fn empty<T>(count: usize) -> Result<Vec<Once<T>>, NoMemory> {
 #[inline(never)]
 fn part<T>(list: &[Once<T>], index: usize, make: fn() -> T) -> Result<&T, AddError> {
     let part = GuestIndex::from(index).of(list).ok_or(AddError::TooMany)?;
+    // The VM's lock is held: nobody else makes it in between.
     if part.get().is_none() {
         part.set(make())?;
     }
@@ -93,6 +94,7 @@ impl VcpuTable {
         slots[at % SLOTS].set(vcpu)?;
         // After the slot, and the id after both: whoever finds a number or an id finds the vCPU.
         self.count.store(index + 1, Release);
+        // 4,096 places: one more than the last fits 16 bits.
         places[id % IDS].store(index as u16 + 1, Release);
         Ok(())
     }
@@ -117,6 +119,7 @@ impl VcpuTable {
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &SharedVcpu> {
+        // Parts are filled in order: behind the first that is missing there is no vCPU.
         let slots = self.slots.iter().map_while(Once::get).flatten();
         steps::each(slots.take(self.count() as usize).filter_map(Once::get))
     }
@@ -125,6 +128,7 @@ impl VcpuTable {
     #[inline]
     pub fn by_id(&self, id: u32) -> Option<&SharedVcpu> {
         let id = id as usize;
+        // The id is the guest's: masked, not only compared (ADR 39).
         let places = GuestIndex::from(id / IDS).of(&self.places)?.get()?;
         self.get(usize::from(places[id % IDS].load(Acquire)).checked_sub(1)?)
     }

@@ -93,6 +93,7 @@ impl Vm {
         settings.tsc_khz.store(clock::tsc_khz(), Relaxed);
         settings.halt_poll_ns.store(limits.halt_poll_ns, Relaxed);
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
+        // The default of KVM_SET_IDENTITY_MAP_ADDR (KVM API §4.40).
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
         let (memory, smm_memory) = memories(limits)?;
@@ -167,6 +168,7 @@ impl Vm {
 
     /// Whether the VMM's address space is gone, or the VM was killed.
     pub fn is_dead(&self) -> bool {
+        // Relaxed: whoever was asked to look sees it by the request, the others a little later.
         self.dead.load(Relaxed)
     }
 
@@ -190,6 +192,7 @@ impl Vm {
 
     /// The filter of MSRs, if there is one.
     pub fn msr_filter(&self) -> Option<Arc<MsrFilter>> {
+        // A reference: the filter is walked without the mutex, and may be replaced meanwhile.
         self.msr_filter.lock().clone()
     }
 
@@ -251,6 +254,7 @@ impl Vm {
 /// The two address spaces. Apart, for the frame of [`Vm::new`].
 #[inline(never)]
 fn memories(limits: &HostLimits) -> Result<(Arc<VmMemory>, Arc<VmMemory>), NoMemory> {
+    // CPUID's number, which a hypervisor below may have made up: cut, so that the shift is one.
     let frames = 1u64 << limits.maxphyaddr.clamp(32, 52).saturating_sub(12);
     let region = RegionLimits { frames, ..RegionLimits::default() };
     let shadow = !limits.paging.tdp;

@@ -399,6 +399,7 @@ impl Lapic {
     pub fn set_base(&self, value: u64, rules: BaseRules) -> Result<BaseChange, Gp> {
         let new_mode = self.checked_mode(value, rules)?;
         let old_mode = self.mode();
+        // Checked before: a refused value has changed nothing.
         let old = self.base.swap(value, Relaxed);
         if new_mode != old_mode {
             self.enter_mode(old_mode, new_mode);
@@ -415,6 +416,7 @@ impl Lapic {
     /// As those of [`Lapic::set_base`].
     pub fn keep_base(&self, value: u64, rules: BaseRules) -> Result<(), Gp> {
         let mode = self.checked_mode(value, rules)?;
+        // No reset: registers, and what a mode does to them, are the VMM's.
         self.base.store(value, Relaxed);
         self.set_address(mode, self.id());
         Ok(())

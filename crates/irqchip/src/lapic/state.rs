@@ -32,6 +32,7 @@ fn put(page: &mut [u8; REGISTER_PAGE], offset: u32, value: u32) {
     }
 }
 
+// Saved as they read, and restored one by one below: some only read, some follow from others.
 const PLAIN: [u32; 21] = [
     reg::VERSION,
     reg::TPR,

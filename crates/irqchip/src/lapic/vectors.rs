@@ -64,6 +64,8 @@ impl VectorSet {
     pub(super) fn highest(&self) -> u8 {
         let [w0, w1, w2, w3] = &self.0;
         for (word, base) in [(w3, 192u8), (w2, 128), (w1, 64), (w0, 0)] {
+            // SeqCst: a look that comes after the hint was dropped must not be made before it. On
+            // x86 a plain load.
             let bits = word.load(SeqCst);
             if bits != 0 {
                 return base | (63 - bits.leading_zeros() as u8);
@@ -85,6 +87,7 @@ impl VectorSet {
         let [w0, w1, w2, w3] = &self.0;
         [w0, w1, w2, w3].map(|word| match word.load(SeqCst) {
             0 => 0,
+            // Exchanged and not cleared: what a sender adds after the load is taken along.
             _ => word.swap(0, SeqCst),
         })
     }
@@ -128,6 +131,8 @@ impl VectorSet {
     pub(super) fn set_register(&self, index: u32, value: u32) {
         if let Some(word) = GuestIndex::from(index >> 1).of(&self.0) {
             let shift = (index & 1) * 32;
+            // Not against senders: a VMM that restores while devices interrupt may lose what comes
+            // in between.
             let kept = word.load(Relaxed) & !(0xffff_ffff << shift);
             word.store(kept | u64::from(value) << shift, SeqCst);
         }

@@ -76,6 +76,7 @@ pub(super) struct State {
 
 /// The shared half: vCPUs, eventfd handlers and the timer all hold it.
 pub struct IrqCore {
+    // Words of their own, for they are asked for on the exit path, which takes no lock.
     /// Which [`Irqchip`] there is.
     kind: AtomicU8,
     /// The 8259A's INTR line, for a look without the lock.
@@ -206,6 +207,7 @@ impl IrqCore {
         let full = self.kind() == Irqchip::Full;
         for target in steps::each(routing.targets(gsi)) {
             let status = match target {
+                // Under the lock, though it needs none: the other targets of the GSI do.
                 Target::Msi(msi) if level => self.signal_msi(msi),
                 Target::Pin { chip: Chip::IoApic, pin } if full => {
                     ioapic.set_line(*pin as usize, source as u8, level, &mut self.output())

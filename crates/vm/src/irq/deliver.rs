@@ -102,6 +102,7 @@ fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> Li
         Shorthand::All | Shorthand::AllButSelf => {
             let but_self = msg.shorthand == Shorthand::AllButSelf;
             for vcpu in vcpus.iter() {
+                // Shorthands mean the APICs that are on, and compare no ids (SDM vol. 3A §10.6.1).
                 if vcpu.lapic.enabled() && !(but_self && is_sender(vcpu)) {
                     tally.give(vcpu, msg);
                 }

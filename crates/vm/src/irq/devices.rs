@@ -26,6 +26,7 @@ impl VmIrq {
     /// Whether an access to this port may be ours: a compare and a load or two, for the exit path.
     #[inline]
     pub fn has_port(&self, port: u16) -> bool {
+        // Not `is_pic() || is_pit()`: a chip's ports without the chip may be an ioeventfd's.
         if Pic::covers(port) {
             if self.kind() == Irqchip::Full {
                 return true;
@@ -80,6 +81,7 @@ impl VmIrq {
 
     fn write_pic(&self, port: u16, value: u8) -> Owing {
         let mut state = self.core.state.lock();
+        // The PIC gathers what ended; it calls nobody back from within a write.
         state.pic.write(port, value);
         let told = self.core.ended_lines(&mut state);
         self.core.update_pic(&mut state);
@@ -101,6 +103,7 @@ impl VmIrq {
             });
         }
         if !self.is_pit(port) {
+            // Eventfds first: what one of them takes is not for the ring.
             let data = value.to_le_bytes();
             let awaited = self.ioeventfds.signal_pio(port, u32::from(size), value)
                 || data
@@ -145,6 +148,7 @@ impl VmIrq {
         if !self.is_ioapic(address) {
             return false;
         }
+        // One register, whatever the width: a wider load is zeros behind it.
         let value = self.core.state.lock().ioapic.read(address - ioapic::DEFAULT_BASE);
         data.fill(0);
         for (out, byte) in data.iter_mut().zip(value.to_le_bytes()) {
@@ -162,12 +166,14 @@ impl VmIrq {
 
     /// A guest's store to an address without memory. False when it is not ours.
     pub fn mmio_write(&self, address: u64, data: &[u8]) -> bool {
+        // Before the I/O APIC, as the filter is one load, and nearly all writes end with it.
         if self.ioeventfds.may_match(Space::Memory, address) && self.awaited(address, data) {
             return true;
         }
         if !self.is_ioapic(address) {
             return false;
         }
+        // Registers have 32 bits: a wider store is cut, a narrower one widened, as in stock KVM.
         let mut bytes = [0; 4];
         for (out, byte) in bytes.iter_mut().zip(data) {
             *out = *byte;

@@ -72,6 +72,7 @@ struct Entry {
 
 impl Entry {
     fn copy(&self) -> Self {
+        // The eventfd is shared: a vCPU may be signalling it by the old table.
         Self { what: self.what, event: self.event.clone() }
     }
 }
@@ -133,6 +134,7 @@ impl Table {
         for space in [Space::Memory, Space::Port] {
             let (from, to) = (self.space(space), new.space_mut(space));
             to.try_reserve_exact(from.len() + more).map_err(|_| NoMemory)?;
+            // Both spaces, though one changes: a table is published whole.
             to.extend(from.iter().map(Entry::copy));
         }
         Ok(new)
@@ -223,6 +225,7 @@ impl IoEventFds {
         if !what.valid() {
             return Err(IoEventError::Invalid);
         }
+        // First, as in stock KVM: a bad descriptor goes before EEXIST and ENOSPC.
         let event = Arc::new(EventFd::get(fd)?)?;
         let mut others = self.changing.lock();
         let mut new = {
@@ -231,6 +234,8 @@ impl IoEventFds {
             if present.iter().any(|e| e.what.clashes(&what)) {
                 return Err(IoEventError::Exists);
             }
+            // A bound for the copy of the table at each change. Stock KVM has none but the
+            // descriptors.
             if present.len() >= MAX_IOEVENTFDS {
                 return Err(IoEventError::Full);
             }
@@ -252,6 +257,7 @@ impl IoEventFds {
         let mut others = self.changing.lock();
         let mut new = self.table.read().copy(0)?;
         let entries = new.space_mut(what.space);
+        // The same eventfd, whatever the number of the descriptor.
         let found = entries.iter().position(|e| e.what == what && e.event.same(&event));
         entries.remove(found.ok_or(IoEventError::NotFound)?);
         Ok(self.publish(new, &mut others)?)
@@ -302,6 +308,7 @@ impl IoEventFds {
         if !self.may_match(Space::Memory, address) {
             return false;
         }
+        // Little endian, as the guest stored it.
         let value = data.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
         self.look_up(Space::Memory, address, data.len() as u32, value)
     }

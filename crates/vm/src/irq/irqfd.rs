@@ -150,6 +150,8 @@ impl IrqFds {
     /// # Errors
     /// [`IrqFdError::BadFd`].
     pub fn deassign(&self, core: &SharedCore, fd: i32, gsi: u32) -> Result<(), IrqFdError> {
+        // Parted by the eventfd and the GSI, as in stock KVM: an eventfd that serves another GSI
+        // stays.
         let event = EventFd::get(fd)?;
         let mut list = self.list.lock();
         reap(core, &mut list, |irqfd| {

@@ -97,6 +97,8 @@ pub struct VmIrq {
 
 impl Drop for VmIrq {
     fn drop(&mut self) {
+        // The handlers of eventfds hold the core: without this they would outlive the VM and raise
+        // interrupts of nobody.
         self.release();
     }
 }
@@ -175,6 +177,7 @@ impl VmIrq {
         state.pit = Some(pit);
         state.refresh_listeners();
         drop(state);
+        // Hints for the exit path: who follows them looks under the lock.
         self.speaker.store(speaker, Relaxed);
         self.pit.store(true, Relaxed);
         Ok(())
@@ -195,6 +198,7 @@ impl VmIrq {
     /// # Errors
     /// See [`Routing::new`].
     pub fn set_routes(&self, routes: &[Route]) -> Result<(), RoutingError> {
+        // Built and checked without the lock: as large as the VMM likes.
         let mut routing = Routing::new(routes, self.core.dest_rules())?;
         {
             let mut state = self.core.state.lock();
@@ -238,6 +242,7 @@ impl VmIrq {
                 ..IrqMessage::fixed(Vector(call.vector()), id)
             };
             // 0xff is an id here, like any other.
+            // What was pending already is not counted: nobody hears of it anew.
             if let LineStatus::Delivered(n) = deliver::to_vcpu(self.core.vcpus(), &message) {
                 count += u64::from(n);
             }
@@ -247,6 +252,7 @@ impl VmIrq {
 
     /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context.
     pub fn eoi(&self, from: &VcpuShared, vector: Vector) -> Ended {
+        // Ours, or nobody's: without an irqchip the core finds nothing to do.
         if self.kind() != Irqchip::Split {
             return Ended::Here(self.core.eoi(from, vector, |at| self.core.start(at)));
         }
@@ -383,6 +389,7 @@ impl VmIrq {
             let pit = state.pit.as_mut().ok_or(IrqError::Missing)?;
             pit.restore(new, clock::monotonic_ns());
         }
+        // Outside of the lock: arming waits for a handler that runs, and that takes it.
         controllers::arm_timer(&self.core);
         Ok(())
     }
@@ -393,6 +400,7 @@ impl VmIrq {
     /// `Missing`.
     pub fn set_pit_reinject(&self, on: bool) -> Result<(), IrqError> {
         let mut state = self.core.state.lock();
+        // Without reinjection nobody counts acknowledgements, so the I/O APIC need not report them.
         state.pit.as_mut().ok_or(IrqError::Missing)?.set_reinject(on);
         state.refresh_listeners();
         Ok(())

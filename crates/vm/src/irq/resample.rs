@@ -117,6 +117,7 @@ impl Members {
             rest.extend(old.iter().filter(|other| !is_it(other)).cloned());
         }
         if rest.is_empty() {
+            // The order means nothing: all of a GSI are told.
             pieces.swap_remove(at);
         } else {
             let rest = Arc::new(rest)?;
@@ -124,6 +125,7 @@ impl Members {
                 *old = rest;
             }
         }
+        // It was found above, so one is there to be counted off.
         let count = self.count - 1;
         Ok((count != 0).then_some(Self { pieces, count }))
     }
@@ -163,6 +165,7 @@ impl Resamplers {
     /// The listeners of a GSI.
     #[inline]
     pub(super) fn of(&self, gsi: u32) -> Option<&Arc<Members>> {
+        // Asked at each end of interrupt, under the lock; most VMs have none.
         if self.is_empty() {
             return None;
         }
@@ -194,6 +197,7 @@ impl Resamplers {
             }
             Err(at) => {
                 let members = Arc::new(Members::default().with(event)?)?;
+                // At its place, for the list is searched by halves.
                 groups.insert(at, Group { gsi, members });
             }
         }
@@ -262,6 +266,7 @@ impl Owed {
         // bit set behind it is somebody else's.
         for (word, number) in steps::each(self.0.iter_mut().zip(0u32..).skip(first as usize)) {
             let bit = (*word & from).trailing_zeros();
+            // Only the first word is cut.
             from = u64::MAX;
             if bit < 64 {
                 *word &= !(1 << bit);
@@ -284,6 +289,7 @@ pub(super) struct AtOnce {
 impl AtOnce {
     /// Takes the listeners of a GSI, if they are few enough; else they are owed.
     pub(super) fn take(&mut self, gsi: u32, members: &Arc<Members>, owed: &mut Owed) {
+        // All ends of one exit together: each signal wakes a thread with interrupts off.
         let few = self.count + members.count <= AT_ONCE;
         match self.lists.iter_mut().find(|list| list.is_none()) {
             Some(list) if few => {

@@ -71,6 +71,7 @@ impl VmMemory {
     pub fn write(&self, gpa: Gpa, from: &[u8]) -> Result<(), MemoryError> {
         // Page by page, so that what was written before a fault is marked.
         stretches(self, gpa, from.len(), to_page_end, |slot, at, done, bytes| {
+            // Asked here: user space may well be able to write there, and the guest not.
             if slot.is_readonly() {
                 return Err(MemoryError::ReadOnly);
             }
@@ -92,6 +93,7 @@ impl VmMemory {
         if slot.is_readonly() {
             return Err(MemoryError::ReadOnly);
         }
+        // By the VMM's mapping, so that the kernel brings the page and breaks a shared one.
         let swapped = user::cmpxchg(host_address(slot, gpa), size, old, new)?;
         if swapped {
             slot.mark_dirty(gpa.gfn());
@@ -120,6 +122,7 @@ impl VmMemory {
         while !rest.is_empty() {
             let bytes = rest.len().min(4096 - at.page_offset());
             let (part, behind) = rest.split_at_mut(bytes);
+            // Page by page: the tables say nothing of the next one.
             let Some(page) = page_of(view, at) else { return false };
             if !view.copy_from(&page, at.page_offset(), part) {
                 return false;
@@ -164,6 +167,7 @@ impl VmMemory {
 }
 
 fn mark(slot: &MemSlot, gpa: Gpa, bytes: usize) {
+    // Of no bytes there is no last one: the subtraction below would wrap.
     if slot.dirty.is_none() || bytes == 0 {
         return;
     }

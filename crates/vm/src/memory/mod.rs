@@ -127,6 +127,7 @@ impl VmMemory {
         with: Option<&Arc<Self>>,
     ) -> Result<Arc<Self>, NoMemory> {
         let mut tdp = Tdp::new(format, Invalidations::default())?;
+        // One VM, one set of counters: user space knows of no two trees.
         if let Some(other) = with {
             tdp.count_in(other.stats().clone());
         }
@@ -209,6 +210,7 @@ impl VmMemory {
             self.zap_slot(old, flush);
             self.forget_shadow_of(old);
         });
+        // Only the log was switched: the frames behind the slot are the same as before.
         if let Published::Flags(old, new) = published {
             if new.flags.contains(SlotFlags::LOG_DIRTY) {
                 self.watch_slot(&old, flush);
@@ -249,6 +251,7 @@ impl VmMemory {
             // Whatever is mapped beyond the next hole in the upper levels comes with it.
             let mut zapper = self.tdp.zapper();
             at = zapper.next_mapped(Gfn(at), Gfn(end)).0;
+            // A stretch is a gigabyte and ends at a multiple of it: no leaf is cut in two.
             let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
             if at < stop {
                 let flush = self.before(&zapper, Gfn(at), Gfn(stop), flush);
@@ -256,6 +259,7 @@ impl VmMemory {
             }
             drop(zapper);
             at = stop;
+            // The MMU notifier may forbid sleep, and then all of it is done at once.
             if pace == Pace::Yields {
                 task::cond_resched();
             }

@@ -43,6 +43,8 @@ impl VmMemory {
     /// Makes the shadow pages for guests of the guest, if there are none. Not for hardware that is given shadow
     /// tables: nested paging is not offered there.
     pub fn prepare_nested(&self, flush: &(impl FlushRemote + ?Sized)) -> Result<(), NoMemory> {
+        // Two kinds of pages derived from one tree would need two withdrawals: nesting is not
+        // offered there.
         if self.shadow.is_some() {
             return Err(NoMemory);
         }

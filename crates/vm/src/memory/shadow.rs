@@ -100,6 +100,7 @@ impl VmMemory {
             });
             match outcome {
                 RootOutcome::Ready(root) => return Ok(root),
+                // Outside of the section: this allocates, and may throw pages away and flush.
                 RootOutcome::NeedPages(count) => shadow.reserve(count, by.flush)?,
             }
         }
@@ -191,6 +192,8 @@ impl VmMemory {
         wanted: &FrameWanted,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Option<ShadowOutcome> {
+        // As a fault on a present entry: one that only the log made read-only is given back without
+        // asking the host.
         let FrameWanted { gpa, write, exec, table } = *wanted;
         let access = FaultAccess { gpa, write, exec, present: true };
         // Before the look: a change of the slots behind it makes the note void.
@@ -233,6 +236,7 @@ impl VmMemory {
         let slot = slots.find(gfn).filter(|slot| !slot.leaving).ok_or(None)?;
         shadow.prepare(gfn, slot.base, slot.end()).map_err(|error| Some(error.into()))?;
         // Guest tables in device memory are not followed.
+        // No leaf: withdrawn again meanwhile. The fault finds that out by itself.
         let direct = self.tdp.mapper().lookup(gfn).is_none_or(|leaf| leaf.direct);
         if is_table && !direct { Err(Some(MemoryError::Fault)) } else { Ok(()) }
     }
@@ -260,6 +264,7 @@ impl VmMemory {
     /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under TDP until nested paging is asked for.
     pub fn set_shadow_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
         if let Some(shadow) = self.derived() {
+            // From here on the number of slots changes nothing: the VMM has spoken.
             self.shadow_limited.store(true, Ordering::Relaxed);
             shadow.set_limit(pages, flush);
         }
@@ -272,6 +277,7 @@ impl VmMemory {
         if self.shadow_limited.load(Ordering::Relaxed) {
             return;
         }
+        // Under the lock of the slots, so that no other change comes between.
         let limit = (self.slots().pages() / 50).max(LEAST_PAGES);
         if limit != shadow.limit() {
             shadow.set_limit(limit, flush);
@@ -298,6 +304,7 @@ impl VmMemory {
 
     /// Guest memory was written by somebody else than the guest.
     pub(super) fn note_shadow_write(&self, gpa: Gpa, bytes: usize) {
+        // Not of nested paging: those pages are as stale as a TLB until L1 flushes (ADR 53).
         let Some(shadow) = &self.shadow else { return };
         if bytes != 0 {
             let last = gpa.0.saturating_add(bytes as u64 - 1) >> 12;
