@@ -62,6 +62,7 @@ pub enum Inconsistent {
 /// # Errors
 /// The first check that fails.
 pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent> {
+    // An intercept of VMRUN is not optional: without it L2 would be a hypervisor beside L1 (§15.5.1).
     let [.., fourth, _] = control.intercepts;
     if fourth & Intercept4::VMRUN.bits() == 0 {
         return Err(Inconsistent::Vmrun);
@@ -70,10 +71,12 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
     if control.asid == 0 {
         return Err(Inconsistent::Asid);
     }
+    // The CPU refuses a map that ends beyond its addresses, whether or not an intercept would look at it.
     map(control.iopm_base_pa, IOPM_BYTES, offered)?;
     map(control.msrpm_base_pa, MSRPM_BYTES, offered)?;
     nested_paging(control, offered)?;
     // 0: nothing; 1: all; 3: this guest's; 7: this guest's that are not global (APM vol. 2 §15.16).
+    // By L1's CPUID: a command that it was not offered is one that does not exist.
     let known = match control.tlb_ctl {
         0 | 1 => true,
         3 | 7 => offered.flush_by_asid,
@@ -82,6 +85,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
     if !known {
         return Err(Inconsistent::TlbControl);
     }
+    // Without the intercept an NMI of L1's and the one that waits for L2 could not be told apart.
     if merge::has_virtual_nmi(control) && !(offered.vnmi && intercepts(control, ExitCode::Nmi)) {
         return Err(Inconsistent::VirtualNmi);
     }
@@ -90,6 +94,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
 
 /// A permission map begins at a page; the low bits of its address are ignored (APM vol. 2 §15.10.1).
 fn map(base: u64, bytes: u64, offered: &Offered) -> Result<(), Inconsistent> {
+    // The low bits are dropped before the end is computed, as the CPU computes it.
     let base = base & !(PAGE_SIZE - 1);
     // L1 names any address: one at the very top wraps.
     let last = base.checked_add(bytes - 1).ok_or(Inconsistent::Map)?;
@@ -101,12 +106,14 @@ fn map(base: u64, bytes: u64, offered: &Offered) -> Result<(), Inconsistent> {
 }
 
 fn nested_paging(control: &Control, offered: &Offered) -> Result<(), Inconsistent> {
+    // Without nested paging nCR3 is not looked at: it may hold anything.
     if control.np_ctl & NP_ENABLE == 0 {
         return Ok(());
     }
     if !offered.npt {
         return Err(Inconsistent::Npt);
     }
+    // Low bits are no part of the address, and not asked.
     if !offered.is_address(control.ncr3) {
         return Err(Inconsistent::Ncr3);
     }
@@ -115,14 +122,17 @@ fn nested_paging(control: &Control, offered: &Offered) -> Result<(), Inconsisten
 
 /// EVENTINJ (APM vol. 2 §15.20): a type that does not exist, a vector that is no exception's.
 fn injected(event_inj: u64) -> Result<(), Inconsistent> {
+    // The other fields of an event that is not valid mean nothing.
     if event_inj & event::VALID == 0 {
         return Ok(());
     }
     const NMI_VECTOR: u64 = 2;
     let vector = event_inj & event::VECTOR;
+    // Stock KVM does not look at the type: there the CPU finds it at VMRUN of block 02.
     match event_inj & event::TYPE {
         // The vector of an interrupt or INT n may be any.
         event::INTR | event::NMI | event::SOFT => Ok(()),
+        // An NMI has a type of its own. Above 31 there are no exceptions.
         event::EXCEPTION if vector != NMI_VECTOR && vector < 32 => Ok(()),
         _ => Err(Inconsistent::Event),
     }
@@ -134,9 +144,11 @@ fn injected(event_inj: u64) -> Result<(), Inconsistent> {
 /// The first check that fails.
 pub fn save(save: &Save, offered: &Offered, dirty: Clean) -> Result<(), Inconsistent> {
     // Registers that are clean were checked when they were not.
+    // Either group: CS has to fit EFER and the control registers, so that one alone may break what both were.
     if dirty.intersects(Clean::CR | Clean::SEG) {
         registers(save, offered)?;
     }
+    // Upper halves alone: what else of DR6 and DR7 is fixed the merge puts in.
     if dirty.contains(Clean::DR) && (save.dr6 >> 32 != 0 || save.dr7 >> 32 != 0) {
         return Err(Inconsistent::Debug);
     }
@@ -148,12 +160,15 @@ fn registers(save: &Save, offered: &Offered) -> Result<(), Inconsistent> {
     let cr0 = Cr0::from_bits_retain(save.cr0);
     let cr4 = Cr4::from_bits_retain(save.cr4);
     let efer = Efer::from_bits_retain(save.efer);
+    // LMA is no bit that software offers: L1 hands back what a VMEXIT has saved there.
     if !efer.contains(Efer::SVME) || efer.bits() & !(offered.efer | Efer::LMA.bits()) != 0 {
         return Err(Inconsistent::Efer);
     }
+    // NW without CD is a state that no CPU has; all other combinations of the two are L1's.
     if cr0.bits() & Cr0::HIGH != 0 || (cr0.contains(Cr0::NW) && !cr0.contains(Cr0::CD)) {
         return Err(Inconsistent::Cr0);
     }
+    // By what L1's CPUID offers, not by what the CPU can: reserved is what L1 was not told of.
     if cr4.bits() & !offered.cr4 != 0 {
         return Err(Inconsistent::Cr4);
     }
@@ -162,6 +177,7 @@ fn registers(save: &Save, offered: &Offered) -> Result<(), Inconsistent> {
         if !cr4.contains(Cr4::PAE) || !cr0.contains(Cr0::PE) {
             return Err(Inconsistent::LongMode);
         }
+        // Outside long mode the upper half of CR3 is ignored: only there a bit beyond the addresses is wrong.
         if !offered.is_address(save.cr3) {
             return Err(Inconsistent::Cr3);
         }
@@ -178,6 +194,7 @@ fn registers(save: &Save, offered: &Offered) -> Result<(), Inconsistent> {
 /// # Errors
 /// One does not.
 pub fn pat(g_pat: u64) -> Result<(), Inconsistent> {
+    // 2 and 3 are reserved types.
     let exists = |type_: u8| matches!(type_, 0 | 1 | 4 | 5 | 6 | 7);
     if g_pat.to_le_bytes().into_iter().all(exists) { Ok(()) } else { Err(Inconsistent::Pat) }
 }
@@ -185,6 +202,7 @@ pub fn pat(g_pat: u64) -> Result<(), Inconsistent> {
 /// Whether saved state that claims to be L1's can have run VMRUN (KVM_SET_NESTED_STATE): protected mode with
 /// paging, as SVM's host has to be.
 pub fn is_host(save: &Save) -> bool {
+    // LMA and PAE are not asked: a hypervisor of 32 bits may run VMRUN, too.
     let cr0 = Cr0::from_bits_retain(save.cr0);
     let flags = Rflags::from_bits_retain(save.rflags);
     cr0.contains(Cr0::PG.union(Cr0::PE)) && !flags.contains(Rflags::VM)

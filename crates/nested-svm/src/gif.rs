@@ -20,6 +20,7 @@ pub struct Gif(bool);
 
 impl Default for Gif {
     fn default() -> Self {
+        // GIF is set by reset: a guest that is no hypervisor never sees it clear.
         Self(true)
     }
 }
@@ -105,15 +106,18 @@ impl Situation<'_> {
             // GIF holds back everything that comes between instructions (APM vol. 2 §15.17).
             _ if !self.gif.is_set() => Gate::Hold,
             Pending::Interrupt => self.interrupt(),
+            // VMRUN is one instruction: an SMI does not come between it and what it injects.
             Pending::Nmi => self.intercepted(ExitCode::Nmi),
             // System-management mode begins between two instructions of L2's.
             Pending::Smi if self.level == Level::L2 && self.entry_pending => Gate::AfterEntry,
             Pending::Smi => self.intercepted(ExitCode::Smi),
+            // An INIT that is not intercepted resets L1, L2 and all: whoever delivers it ends L2's run.
             Pending::Init => self.intercepted(ExitCode::Init),
         }
     }
 
     fn exception(&self, e: &Exception) -> Gate {
+        // An exception does not wait: no flag of L1's holds it back, not even an entry that is pending.
         let exit = Exit::of_exception(e);
         if self.level == Level::L2 && intercepts(self.control, exit.code) {
             Gate::ExitToL1(exit)
@@ -124,6 +128,7 @@ impl Situation<'_> {
 
     /// With V_INTR_MASKING the flag of L1 at VMRUN says whether its machine takes interrupts (APM vol. 2 §15.21.1).
     fn interrupt(&self) -> Gate {
+        // Whether L1 itself can take it is asked by its own flag, where interrupts are offered.
         if self.level == Level::L1 {
             return Gate::Deliver;
         }
@@ -131,13 +136,16 @@ impl Situation<'_> {
         let (flags, closed) =
             // Else L2's own flag masks physical interrupts, as it does without a hypervisor.
             if masked { (self.l1_rflags, Gate::Hold) } else { (self.rflags, Gate::Window) };
+        // Hold: L1 cannot take it as long as L2 runs, whatever L2 does. Window: L2 may let it in without an exit.
         if flags.contains(Rflags::IF) { self.intercepted(ExitCode::Intr) } else { closed }
     }
 
     fn intercepted(&self, code: ExitCode) -> Gate {
+        // Not intercepted, it is L2's: NMIs and SMIs then come as they come to a guest without a hypervisor.
         if self.level == Level::L1 || !intercepts(self.control, code) {
             Gate::Deliver
         } else if self.entry_pending {
+            // What VMRUN injects is delivered first; the exit comes before L2's first instruction all the same.
             Gate::AfterEntry
         } else {
             Gate::ExitToL1(Exit::plain(code))

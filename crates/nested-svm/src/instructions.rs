@@ -77,9 +77,11 @@ pub fn execute(
 ) -> Result<Then, Exception> {
     // SKINIT and its secure loader are not offered (CPUID Fn8000_0001 ECX[SKINIT] = 0).
     // #UD before #GP (APM vol. 3, each instruction).
+    // SKINIT is tested with the rest: where it is not offered it is undefined at every privilege.
     if instruction == Instruction::Skinit || !is_enabled(caller) {
         return Err(Exception::ud());
     }
+    // Behind #UD and before RAX is looked at: a program that is not the kernel learns nothing of addresses.
     if caller.cpl != 0 {
         return Err(Exception::gp(0));
     }
@@ -89,6 +91,7 @@ pub fn execute(
         Instruction::Vmsave => block(caller, offered).map(Then::Save),
         Instruction::Stgi => Ok(Then::SetGif),
         Instruction::Clgi => Ok(Then::ClearGif),
+        // Any id may be named, those of nobody too. 0 is L1's own; L2's are one id of L0's.
         Instruction::Invlpga => Ok(Then::Invalidate { address: caller.rax, asid: caller.ecx }),
         Instruction::Skinit => Err(Exception::ud()),
     }
@@ -96,6 +99,7 @@ pub fn execute(
 
 /// EFER.SVME, and protected mode that is not virtual-8086 mode.
 fn is_enabled(caller: &Caller) -> bool {
+    // Paging is not asked: SVM's instructions work in protected mode without it, too.
     caller.efer.contains(Efer::SVME)
         && caller.cr0.contains(Cr0::PE)
         && !caller.rflags.contains(Rflags::VM)
@@ -104,6 +108,7 @@ fn is_enabled(caller: &Caller) -> bool {
 /// The block that RAX names: a page of the physical addresses. Whether it is memory shows when it is read.
 fn block(caller: &Caller, offered: &Offered) -> Result<Gpa, Exception> {
     // The CPU would refuse it with #GP, too.
+    // An address that is no memory is found out by who reads it: a CPU would take the bus's answer for a block.
     if caller.rax & (PAGE_SIZE - 1) != 0 || !offered.is_address(caller.rax) {
         return Err(Exception::gp(0));
     }
@@ -132,11 +137,14 @@ pub mod vm_cr {
 /// # Errors
 /// #GP: a bit that does not exist; SVMDIS while SVM is enabled.
 pub fn write_vm_cr(old: u64, new: u64, efer: Efer) -> Result<u64, Exception> {
+    // Bits that do not exist are #GP before any is changed. Stock KVM keeps the two once SVMDIS is set; the manual says LOCK.
     if new & !vm_cr::ALL != 0 {
         return Err(Exception::gp(0));
     }
+    // LOCK keeps itself and SVMDIS: the others can be written as long as the machine runs.
     let kept = if old & vm_cr::LOCK != 0 { vm_cr::LOCK | vm_cr::SVMDIS } else { 0 };
     let value = (new & !kept) | (old & kept);
+    // With SVM in use SVMDIS would take its own hypervisor's instructions away.
     if value & vm_cr::SVMDIS != 0 && efer.contains(Efer::SVME) {
         return Err(Exception::gp(0));
     }
@@ -146,6 +154,7 @@ pub fn write_vm_cr(old: u64, new: u64, efer: Efer) -> Result<u64, Exception> {
 /// Whether VM_HSAVE_PA (MSR C001_0117) may hold `value`: a page of the physical addresses (APM vol. 2 §15.30.4).
 /// Nothing is ever written there: L1's state stays in block 01.
 pub fn is_host_save_area(value: u64, offered: &Offered) -> bool {
+    // 0 passes, too: L1 writes it to give the page back.
     value & (PAGE_SIZE - 1) == 0 && offered.is_address(value)
 }
 

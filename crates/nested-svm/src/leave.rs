@@ -19,11 +19,13 @@ use crate::{L1Memory, Offered, Outside, Words, merge, reflect::Exit, vmcb12::Vmc
 /// What of `int_ctl` the processor changes while L2 runs on block 02 with this one: V_TPR, V_IRQ, and V_GIF and the
 /// virtual NMI if those are L2's, by `v12`.
 pub(crate) const fn live(int_ctl: u32, v12: &Control) -> u32 {
+    // V_IRQ goes when L2 has taken the interrupt, V_TPR with each MOV to CR8 of L2's.
     const ALWAYS: u32 = vintr::TPR_MASK | vintr::IRQ;
     // The usual guest has neither: one test for both.
     if int_ctl & (vintr::GIF_ENABLE | vintr::NMI_ENABLE) == 0 {
         return ALWAYS;
     }
+    // By block 02, where the merge has put it: a GIF that L1 was not offered is not there.
     let gif = if int_ctl & vintr::GIF_ENABLE != 0 { vintr::GIF } else { 0 };
     let nmi = if merge::has_virtual_nmi(v12) { vintr::NMI | vintr::NMI_MASK } else { 0 };
     ALWAYS | gif | nmi
@@ -65,6 +67,7 @@ struct Place<'a, M> {
 impl<'a, M: L1Memory> Place<'a, M> {
     fn new(memory: &'a M, at: Gpa) -> Self {
         // Words are written in place: a block that did not begin at a page would be torn.
+        // Through `memory` a page that is not there for a store yet is found again outside the loop.
         let page = if at.page_offset() == 0 { memory.page(at, Direction::Write) } else { None };
         Self { memory, at, page }
     }
@@ -72,6 +75,7 @@ impl<'a, M: L1Memory> Place<'a, M> {
     /// Writes words at `offset`, which is a multiple of their size.
     #[inline(always)]
     fn put<const N: usize>(&self, offset: usize, words: [u64; N]) -> Result<(), Outside> {
+        // Word by word: a longer copy could be seen half done by a vCPU of L1's that looks.
         let Some(page) = self.page else { return self.copy(offset, words.as_bytes()) };
         let place = page.get(offset / 8..offset / 8 + N).ok_or(Outside)?;
         for (to, word) in place.iter().zip(words) {
@@ -111,14 +115,17 @@ pub fn write(
     left: &Left<'_>,
     offered: &Offered,
 ) -> Result<(), Outside> {
+    // Controls first: they have the exit code, by which L1 sees that there is something to read.
     let place = Place::new(memory, v12.at());
     controls(&place, v12.control(), left, offered)?;
+    // Registers next, each of which VMRUN has loaded: what it does not load is no part of an exit either.
     registers(&place, left)?;
     let save = &left.from.save;
     // Else the PAT is L1's own, which no exit saves.
     if v12.control().np_ctl & NP_ENABLE != 0 {
         place.put(SAVE_AT + offset_of!(Save, g_pat), [save.g_pat])?;
     }
+    // Records that are L2's own go back where L1 put them; else they are in block 01.
     if merge::has_branch_records(v12.control(), offered) {
         let records =
             [save.dbgctl, save.br_from, save.br_to, save.last_excp_from, save.last_excp_to];
@@ -136,11 +143,14 @@ fn controls(
 ) -> Result<(), Outside> {
     let (from, exit) = (&left.from.control, left.exit);
     // What L1 set and the processor never changes is as L1 set it.
+    // Of block 02: its bits say what the CPU was allowed to change.
     let live = live(from.int_ctl, v12);
     let int_ctl = (v12.int_ctl & !live) | (from.int_ctl & live);
     let told = [
         u64::from(int_ctl) | u64::from(v12.int_vector) << 32,
+        // One run of six words, in the order of the block: the assertions at the end of this file hold it together.
         from.int_state,
+        // int_vector is as L1 set it: the CPU changes V_IRQ alone when the interrupt is taken.
         exit.code.0,
         exit.info_1,
         exit.info_2,
@@ -148,6 +158,7 @@ fn controls(
     ];
     place.put(offset_of!(Control, int_ctl), told)?;
     // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
+    // With VMEXIT_INVALID the CPU has not looked at EVENTINJ: L1 may enter with it again.
     let taken = left.entered && v12.event_inj & event::VALID != 0;
     if taken {
         let event_inj = v12.event_inj & !event::VALID;
@@ -155,10 +166,12 @@ fn controls(
     }
     if offered.nrip_save {
         // For other exits a CPU writes 0, and L1 may decode by that.
+        // L1 that was not told of NRIP reads nothing there, and may have a value of its own in the place.
         let next_rip = if exit.tells_next_rip() { from.next_rip } else { 0 };
         place.put(offset_of!(Control, next_rip), [next_rip])?;
     }
     if offered.decode_assists {
+        // Zeros where the exit tells no bytes: the ones of an exit before would be decoded for this one.
         let mut fetched = [0; 16];
         if exit.tells_bytes() {
             let [len, bytes @ ..] = &mut fetched;
@@ -174,17 +187,22 @@ fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Ou
     let save = &left.from.save;
     let segment =
         |index: usize| SAVE_AT + offset_of!(Save, segments) + index * size_of::<VmcbSegment>();
+    // FS, GS, TR and LDTR are VMSAVE's to save, not an exit's.
     let [es, cs, ss, ds, _, _, gdtr, _, idtr, _] = save.segments;
     place.put::<8>(segment(SEG_ES), transmute!([es, cs, ss, ds]))?;
     place.put::<2>(segment(SEG_GDTR), transmute!(gdtr))?;
     place.put::<2>(segment(SEG_IDTR), transmute!(idtr))?;
+    // CPL has a byte of its own in a word that is reserved otherwise.
     place.put_byte(SAVE_AT + offset_of!(Save, cpl), save.cpl)?;
     place.put(SAVE_AT + offset_of!(Save, efer), [save.efer])?;
+    // CD and NW are L2's to see, and not in block 02: memory types of the machine do not follow them.
     let cr0 = save.cr0 | left.cr0_hidden;
     let block = [save.cr4, save.cr3, cr0, save.dr7, save.dr6, save.rflags, save.rip];
+    // Seven words that lie side by side, in the block's order.
     place.put(SAVE_AT + offset_of!(Save, cr4), block)?;
     place.put(SAVE_AT + offset_of!(Save, rsp), [save.rsp])?;
     place.put(SAVE_AT + offset_of!(Save, rax), [save.rax])?;
+    // CR2 last: L2's, as the exit has found it. L1's own stays in block 01.
     place.put(SAVE_AT + offset_of!(Save, cr2), [save.cr2])
 }
 
@@ -193,6 +211,7 @@ fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Ou
 /// # Errors
 /// It is not memory that may be written.
 pub fn write_refused(memory: &impl L1Memory, at: Gpa) -> Result<(), Outside> {
+    // Three words of information are zero with it: there was no exit that they could be of.
     let told = [ExitCode::Invalid.0, 0, 0, 0];
     // Rare, and the page may be read-only for the dirty log: by copies, which find that out.
     Place { memory, at, page: None }.put(offset_of!(Control, exit_code), told)
@@ -203,10 +222,12 @@ pub fn write_refused(memory: &impl L1Memory, at: Gpa) -> Result<(), Outside> {
 pub fn to_l1(block: &mut Vmcb) {
     // "Clears V_IRQ and V_INTR_MASKING ... DR7 disabled, CR0.PE set, CPL 0" (APM vol. 2 §15.6). V_INTR_MASKING of
     // block 01 is L0's.
+    // The offer to L1 is made again by whoever enters it: L0's V_IRQ is no state of L1's.
     block.control.int_ctl &= !vintr::IRQ;
     block.control.int_state = 0;
     block.control.event_inj = 0;
     block.control.exit_int_info = 0;
+    // Behind an exit L1 is in protected mode, at CPL 0, and no breakpoint of L2's is set.
     block.save.cr0 |= Cr0::PE.bits();
     block.save.dr7 = 0x400;
     block.save.cpl = 0;

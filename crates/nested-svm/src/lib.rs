@@ -104,6 +104,7 @@ impl Offered {
     /// Whether `at` is an address that L1's processor can form.
     #[inline]
     pub const fn is_address(&self, at: u64) -> bool {
+        // 52 bits is what page tables can name: a VMM's CPUID may claim more.
         let bits = if self.physical_bits > 52 { 52 } else { self.physical_bits };
         at >> bits == 0
     }

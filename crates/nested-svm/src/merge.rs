@@ -64,6 +64,7 @@ pub struct L0 {
 /// ([`has_virtual_vmload`]). With a GIF of L2's own its STGI and CLGI are nothing to L0.
 pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     let [mut cr, dr, exceptions, mut third, mut fourth, fifth] = l0.intercepts;
+    // Without V_INTR_MASKING L2's IF and CR8 are L1's machine's: L0 goes on hearing of both.
     if control.int_ctl & vintr::INTR_MASKING != 0 {
         cr &= !WRITE_CR8;
         // L1 that masked interrupts takes none, whatever window L2 opens.
@@ -71,13 +72,16 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
             third &= !Intercept3::VINTR.bits();
         }
     }
+    // What L0 asks for of VMMCALL is for L1's hypercalls: L2's are to L1, or nobody's.
     fourth &= !Intercept4::VMMCALL.bits();
     let moves = Intercept4::VMLOAD | Intercept4::VMSAVE;
+    // L2's VMRUN exits whatever L1 asks: `checks` has refused a block without, and this does not rely on it.
     fourth = fourth & !moves.bits() | Intercept4::VMRUN.bits();
     if !has_virtual_vmload(control, offered) {
         fourth |= moves.bits();
     }
     if has_virtual_gif(control, offered) {
+        // They are L2's own then, and L0 has no GIF of L2's to keep.
         fourth &= !(Intercept4::STGI | Intercept4::CLGI).bits();
     }
     let mine = [cr, dr, exceptions, third, fourth, fifth];
@@ -91,12 +95,14 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
 
 /// Whether L2 has a GIF of its own.
 fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
+    // Both: an L1 that was not offered the feature has a bit set that means nothing.
     offered.vgif && control.int_ctl & vintr::GIF_ENABLE != 0
 }
 
 /// Whether the CPU carries out VMLOAD and VMSAVE of L2: their addresses go through tables of L1's then.
 pub fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
     offered.virtual_vmload
+        // Without nested paging of L1's the addresses would go through no table that holds for L2.
         && control.np_ctl & NP_ENABLE != 0
         && control.virt_ext & VIRTUAL_VMLOAD != 0
 }
@@ -116,6 +122,7 @@ pub fn has_branch_records(control: &Control, offered: &Offered) -> bool {
 /// Copies DEBUGCTL, as far as a guest may set it, and the branch records; true if that changed one of them.
 pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
     // BTF would step our own single steps over instructions.
+    // All of them by `|` and not by `||`: each has to be copied.
     put(&mut to.dbgctl, from.dbgctl & debugctl::LBR)
         | put(&mut to.br_from, from.br_from)
         | put(&mut to.br_to, from.br_to)
@@ -155,6 +162,7 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
         | put(&mut to.pause_filter_thresh, threshold)
         | put(&mut to.pause_filter_count, count);
     stale.set(Clean::INTERCEPTS, intercepting);
+    // L0's maps in both cases: L1's own addresses are never the hardware's.
     let maps = put(&mut to.iopm_base_pa, l0.iopm.0) | put(&mut to.msrpm_base_pa, l0.msrpm.0);
     stale.set(Clean::PERM_MAP, maps);
     let mut of_l1 = INT_CTL_L1;
@@ -163,21 +171,26 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
         of_l1 |= if offered.vnmi && has_virtual_nmi(from) { VIRTUAL_NMI } else { 0 };
     }
     // L0's, whatever L1 asks: physical interrupts are the host's.
+    // L1's other bits, AVIC among them, do not reach the block: they would name pages of the host.
     let int_ctl = vintr::INTR_MASKING | (from.int_ctl & of_l1);
     let virtual_interrupt =
         put(&mut to.int_ctl, int_ctl) | put(&mut to.int_vector, from.int_vector);
     stale.set(Clean::INTR, virtual_interrupt);
     // No group: the processor reads these at every VMRUN.
+    // The interrupt shadow alone: the other bit shows a guest's IF to an exit.
     to.int_state = from.int_state & x86::vmcb::INT_SHADOW;
+    // As it is: type and vector were checked, and what the CPU finds wrong beside is an exit that L1 sees.
     to.event_inj = from.event_inj;
     if offered.nrip_save {
         // Where a software interrupt that is injected goes on.
         to.next_rip = from.next_rip;
     }
+    // It is an exit's field: what L1 left there must not be taken for an event of L2's.
     to.exit_int_info = 0;
     // L1's command was looked at: it is about L1's ids.
     to.tlb_ctl = 0;
     // Without records of its own L2 has L1's, which its block shows where L1 has any recorded.
+    // The bit may be on in block 02 for L1's records, which L2 shares: that is left as it is.
     let branches =
         if has_branch_records(from, offered) { VIRTUAL_LBR } else { to.virt_ext & VIRTUAL_LBR };
     let moves = if has_virtual_vmload(from, offered) { VIRTUAL_VMLOAD } else { 0 };
@@ -189,17 +202,21 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
 fn pause(from: &Control, l0: &L0, offered: &Offered) -> (u16, u16) {
     let [_, _, _, third, ..] = from.intercepts;
     if third & Intercept3::PAUSE.bits() == 0 {
+        // L0's filter counts where L1 does not ask for PAUSE: the exit is L0's then.
         return l0.pause;
     }
+    // 0 for what L1's CPUID does not offer: the CPU would filter by a field that L1 takes for reserved.
     let threshold = if offered.pause_threshold { from.pause_filter_thresh } else { 0 };
     let count = if offered.pause_filter { from.pause_filter_count } else { 0 };
     (threshold, count)
 }
 
 fn paging(to: &mut Vmcb, v12: &Vmcb, l0: &L0) -> Clean {
+    // Under shadow paging who keeps L2's tables writes the root.
     let Some(root) = l0.root else { return Clean::empty() };
     let own = v12.control.np_ctl & NP_ENABLE != 0;
     let pat = if own { v12.save.g_pat } else { l0.pat };
+    // On whatever L1 asks: without nested paging of its own L2 goes through the tables that L0 has for L1.
     let changed = put(&mut to.control.np_ctl, NP_ENABLE)
         | put(&mut to.control.ncr3, root.0)
         | put(&mut to.save.g_pat, pat);
@@ -209,6 +226,7 @@ fn paging(to: &mut Vmcb, v12: &Vmcb, l0: &L0) -> Clean {
 /// The save area: what VMRUN loads (APM vol. 2 §15.5.1). FS, GS, TR, LDTR, KernelGSBase and the SYSCALL and
 /// SYSENTER MSRs are L1's until it executes VMLOAD.
 fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
+    // Each of these changes from run to run: a comparison would be as long as the store.
     to.rax = from.rax;
     to.rsp = from.rsp;
     to.rip = from.rip;
@@ -216,6 +234,7 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     to.rflags = from.rflags | Rflags::FIXED.bits();
     let mut stale = Clean::empty();
     if dirty.contains(Clean::CR) {
+        // ET is fixed to 1 in every CPU that has SVM.
         let cr0 = from.cr0 | Cr0::ET.bits();
         let changed = put(&mut to.cr0, cr0)
             | put(&mut to.cr3, from.cr3)
@@ -239,10 +258,12 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     }
     if dirty.contains(Clean::DR) {
         let changed =
+            // Fixed bits are put in: L1 may have left them out, and the debug registers show them to L2.
             put(&mut to.dr6, Dr6::new(from.dr6).bits()) | put(&mut to.dr7, from.dr7 | 0x400);
         stale.set(Clean::DR, changed);
     }
     if dirty.contains(Clean::CR2) {
+        // CR2 has a clean bit of its own, and no CPU checks it.
         stale.set(Clean::CR2, put(&mut to.cr2, from.cr2));
     }
     stale
@@ -258,6 +279,7 @@ fn branch_records(to: &mut Vmcb, v12: &Vmcb, offered: &Offered) -> Clean {
 }
 
 fn segment(to: &mut Save, from: &Save, at: usize) -> bool {
+    // The indices are constants of ours; `get` spares the panic that they cannot cause.
     let (Some(to), Some(from)) = (to.segments.get_mut(at), from.segments.get(at)) else {
         return false;
     };

@@ -18,6 +18,7 @@ pub const fn msr_bits(msr: u32) -> Option<(u64, u32)> {
     let (range, first) = match msr {
         0..=0x1fff => (0, 0),
         0xc000_0000..=0xc000_1fff => (0x800, 0xc000_0000),
+        // Two bits to an MSR, four MSRs to a byte: 8192 MSRs are 2 KiB.
         0xc001_0000..=0xc001_1fff => (0x1000, 0xc001_0000),
         _ => return None,
     };
@@ -27,6 +28,7 @@ pub const fn msr_bits(msr: u32) -> Option<(u64, u32)> {
 
 /// Whether L1 wants to hear of an access of `msr`. A map that is not memory hears of all.
 pub fn msr_exits(memory: &impl L1Memory, map: u64, msr: u32, direction: Direction) -> bool {
+    // An MSR in none of the three ranges always exits (APM vol. 2 §15.11).
     let Some((byte, shift)) = msr_bits(msr) else { return true };
     let mut bits = [0];
     // The CPU ignores the low bits of the address (APM vol. 2 §15.10.1).
@@ -40,11 +42,13 @@ pub fn msr_exits(memory: &impl L1Memory, map: u64, msr: u32, direction: Directio
 
 /// Whether L1 wants to hear of an access of ports, as EXITINFO1 tells it. An access of `n` bytes looks at `n` bits.
 pub fn port_exits(memory: &impl L1Memory, map: u64, info: u64) -> bool {
+    // EXITINFO1 has a bit for each size, and the address sizes above them.
     let port = (info >> ioio::PORT_SHIFT) & 0xffff;
     let size = (info >> ioio::SIZE_SHIFT) & 7;
     let bits = match size {
         1 => 1,
         2 => 3,
+        // Four bytes, and whatever no CPU tells: more ports are looked at rather than fewer.
         _ => 0xf_u16,
     };
     let mut bytes = [0; 2];
@@ -71,7 +75,9 @@ impl<const N: usize> OpenWords<N> {
         // Once, and not at each entry.
         for at in 0..MSRPM_WORDS {
             let value = word(at);
+            // A word of ones has nothing open: L1's word cannot close more.
             if value != u64::MAX {
+                // More open words than there is room for is a mistake of ours, found when the map is made.
                 *open.words.get_mut(open.count)? = (at as u16, value);
                 open.count += 1;
             }
@@ -100,6 +106,7 @@ impl<const N: usize> OpenWords<N> {
         for (at, mine) in self.each() {
             let mut bytes = [0; 8];
             let theirs = match memory.read(Gpa(base.wrapping_add(at as u64 * 8)), &mut bytes) {
+                // Any word of L1's counts as it is read: it may be another at the next entry.
                 Ok(()) => u64::from_le_bytes(bytes),
                 Err(Outside) => {
                     // The rest is merged nonetheless: words left as they are would be of an L1 map of before.

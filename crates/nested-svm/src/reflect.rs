@@ -35,7 +35,9 @@ impl Exit {
         const PF: u8 = 14;
         Self {
             code: ExitCode(ExitCode::Excp0.0 + u64::from(e.vector.0 & 31)),
+            // Where the vector pushes none EXITINFO1 is 0 (§15.12).
             info_1: e.error_code.unwrap_or(0).into(),
+            // EXITINFO2 has CR2 for #PF; the debug registers show what #DB is for.
             info_2: if e.vector.0 == PF { e.payload.unwrap_or(0) } else { 0 },
         }
     }
@@ -66,6 +68,7 @@ pub enum Claim {
 /// Whether L1 intercepts what `code` names. The intercept words are laid out as the codes below 0xc0 are.
 pub fn intercepts(control: &Control, code: ExitCode) -> bool {
     // Codes beyond the words have no intercept bit: nested page faults, and what later CPUs add.
+    // The word is looked up with `get`: an exit code is the CPU's, and may be newer than this table.
     let word = usize::try_from(code.0 / 32).ok().and_then(|at| control.intercepts.get(at));
     word.is_some_and(|word| word >> (code.0 % 32) & 1 != 0)
 }
@@ -74,6 +77,7 @@ pub fn intercepts(control: &Control, code: ExitCode) -> bool {
 pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L1Memory) -> Claim {
     let theirs = match exit.code {
         // The exit came for L0's intercept of all writes; L1 asked for some.
+        // L1 asked for writes that change something: whether this one does only its value tells.
         ExitCode::WriteCr0 if is_selective(control) => return Claim::ByValue,
         // The machine's.
         ExitCode::Intr | ExitCode::Nmi | ExitCode::Smi | ExitCode::Init => false,
@@ -81,7 +85,9 @@ pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L
         ExitCode::FerrFreeze => false,
         // NPT12 is asked by a walk.
         ExitCode::Npf => false,
+        // L0 has entered what L1 asked for: what the CPU does not take of it is L1's to hear of.
         ExitCode::Invalid => true,
+        // Both: without the intercept no map is looked at.
         ExitCode::Msr => intercepts(control, exit.code) && msr(control, exit, memory),
         ExitCode::Ioio => {
             intercepts(control, exit.code)
@@ -89,6 +95,7 @@ pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L
         }
         // Where the CPU takes their addresses through L1's tables, and exits nonetheless, nobody but L1 can.
         ExitCode::Vmload | ExitCode::Vmsave => {
+            // Beside L1's intercept: the CPU takes the address itself, and has failed at it.
             intercepts(control, exit.code) || has_virtual_vmload(control, offered)
         }
         // A machine check is the host's.
@@ -101,12 +108,14 @@ pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L
 /// An MSR that L0 left to L1 is the one that RCX names at the exit; the caller put it into EXITINFO2 of the exit,
 /// which an MSR exit does not use (APM vol. 2 §15.11).
 fn msr(control: &Control, exit: &Exit, memory: &impl L1Memory) -> bool {
+    // Bit 0 is set for WRMSR.
     let direction = Direction::write_if(exit.info_1 & 1 != 0);
     permission::msr_exits(memory, control.msrpm_base_pa, exit.info_2 as u32, direction)
 }
 
 /// Whether L1 wants to hear of some writes of CR0, and not of all.
 fn is_selective(control: &Control) -> bool {
+    // Where L1 hears of all writes the selective intercept adds nothing.
     let [cr, _, _, third, ..] = control.intercepts;
     third & Intercept3::CR0_SEL_WRITE.bits() != 0 && cr & InterceptCr::WRITE_CR0.bits() == 0
 }
@@ -121,6 +130,7 @@ pub fn cr0_write(control: &Control, old: Cr0, new: Cr0, by: Cr0Write) -> Option<
     let [_, _, _, third, ..] = control.intercepts;
     let changed = (old ^ new) - (Cr0::TS | Cr0::MP);
     let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0
+        // LMSW exits even where it changes nothing: the CPU does not compare for it.
         && (by == Cr0Write::Lmsw || !changed.is_empty());
     selective.then_some(Exit::plain(ExitCode::Cr0SelWrite))
 }

@@ -60,6 +60,7 @@ impl Header {
     pub fn read(bytes: &[u8]) -> Result<(Self, usize), Refused> {
         let (head, _) = Head::read_from_prefix(bytes).map_err(|_| Refused::Data)?;
         // VMX's is 0.
+        // Formats are numbered for both vendors: a state of the other one is refused before its fields are read.
         if head.format != FORMAT {
             return Err(Refused::Flags);
         }
@@ -68,6 +69,7 @@ impl Header {
 
     /// Bytes of the state.
     pub const fn size(&self) -> usize {
+        // L1 alone needs no page: its registers are the vCPU's.
         if self.flags & GUEST_MODE != 0 { LARGEST } else { HEADER }
     }
 
@@ -75,6 +77,7 @@ impl Header {
     pub fn write(&self, into: &mut [u8]) -> bool {
         let size = self.size() as u32;
         let (flags, vmcb) = (self.flags, self.vmcb);
+        // What is reserved is zero, as user space expects it.
         let head = Head { flags, format: FORMAT, size, vmcb, reserved: [0; 14] };
         head.write_to_prefix(into).is_ok()
     }
@@ -94,6 +97,7 @@ pub struct Running {
 /// The header of a vCPU that does this with `v12`.
 pub fn header(running: Running, v12: &Vmcb12) -> Header {
     let mut flags = if running.gif.is_set() { GIF_SET } else { 0 };
+    // With L1 running no field but GIF means anything.
     if running.level == Level::L1 {
         return Header { flags, vmcb: 0 };
     }
@@ -114,6 +118,7 @@ pub fn data(
     virq: Option<bool>,
 ) {
     let control = &mut to.control;
+    // The copy, not L1's memory: L2 runs by what was checked.
     control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
     // What the processor has changed since VMRUN: it is not to happen again.
     let changed = live(b02.int_ctl, v12.control());
@@ -122,11 +127,14 @@ pub fn data(
         control.int_ctl = (control.int_ctl & !vintr::IRQ) | if on { vintr::IRQ } else { 0 };
     }
     // Of block 02: what was injected already must not be injected again.
+    // Of what is still to be injected the valid bit says so.
     control.event_inj = b02.event_inj;
     control.int_state = b02.int_state;
     // A restored L2 is flushed anyway.
     control.tlb_ctl = 0;
+    // Block 01 has L1's registers as VMRUN found them: an exit brings them back from there.
     to.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
+    // CD and NW of L1 are not in its block.
     to.save.cr0 |= hidden;
 }
 
@@ -168,6 +176,7 @@ pub fn check(
     onto: Onto,
     offered: &Offered,
 ) -> Result<Running, Refused> {
+    // The same flags as stock KVM's, unknown ones are EINVAL.
     if header.flags & !FLAGS != 0 {
         return Err(Refused::Flags);
     }
@@ -177,17 +186,21 @@ pub fn check(
     if !onto.enabled && header.flags != GIF_SET {
         return Err(Refused::Disabled);
     }
+    // SMM puts L2 aside: it is RSM that enters it again.
     if in_l2 && onto.smm {
         return Err(Refused::Smm);
     }
     if !in_l2 {
         return Ok(Running { level: Level::L1, gif, entry_pending: false });
     }
+    // Like VMRUN's operand: L1 named the address, and an exit will write there.
     if header.vmcb & (PAGE_SIZE - 1) != 0 || !offered.is_address(header.vmcb) {
         return Err(Refused::Address);
     }
     let data = data.ok_or(Refused::Data)?;
+    // The controls are checked as VMRUN checks them, by what L1 is offered here: another host may offer less.
     checks::controls(&data.control, offered).map_err(|_| Refused::Controls)?;
+    // L1's part of the page: registers that no CPU could have had would be run when L2 exits.
     if !checks::is_host(&data.save) {
         return Err(Refused::Host);
     }
@@ -201,9 +214,11 @@ pub fn check(
 /// registers that were set before were L2's: they are what VMRUN of that copy would load. `hidden`: bits of CR0
 /// beside those in block 01.
 pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, hidden: Cr0) {
+    // The vCPU's registers are L2's already: the copy takes them, so that a run that is pending loads the same.
     v12.restore(Gpa(header.vmcb), data, &b01.save);
     v12.registers().cr0 |= hidden.bits();
     // With nested paging of L1's the PAT that was set before is L2's own.
+    // Else the vCPU's PAT is L1's, and stays.
     if data.control.np_ctl & NP_ENABLE != 0 && checks::pat(data.save.g_pat).is_ok() {
         b01.save.g_pat = data.save.g_pat;
     }
@@ -212,6 +227,7 @@ pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, 
 
 /// Takes over L1's registers into its block.
 pub fn take_host(from: &Save, b01: &mut Vmcb) {
+    // Only what VMRUN saves: FS, GS, TR, LDTR and the SYSCALL MSRs are shared by both levels.
     let to = &mut b01.save;
     // What VMRUN saves of its host (APM vol. 2 §15.5.1); the rest of block 01 is L1's as it is.
     use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, SEG_SS};

@@ -63,6 +63,7 @@ pub struct Vmcb12 {
 impl Vmcb12 {
     /// Room for a VMCB12 of which nothing was read yet.
     pub fn new() -> Self {
+        // An address at which no block can lie: the first load takes all.
         Self { at: u64::MAX, page: Vmcb::new_zeroed() }
     }
 
@@ -90,15 +91,18 @@ impl Vmcb12 {
     /// # Errors
     /// It is not all memory. Nothing is to be done with the copy then; the next load takes all anew.
     pub fn load(&mut self, memory: &impl L1Memory, at: Gpa) -> Result<Clean, Outside> {
+        // Clean bits say what has not changed since this very block was run.
         let same = self.at == at.0;
         // A load that ends half way leaves a copy that is of no block.
         self.at = u64::MAX;
         let from = Source { memory, at, page: memory.page(at, Direction::Read) };
+        // Controls first: the clean bits are among them.
         from.read(&mut self.page, CONTROL)?;
         let clean =
             if same { Clean::from_bits_truncate(self.page.control.clean) } else { Clean::empty() };
         // What L1 says of a block that was not the last one means nothing here.
         let dirty = Clean::ALL - clean;
+        // Read whatever L1 calls clean: L1 changes RIP and its like at each exit, and the words lie together.
         from.read(&mut self.page, ALWAYS)?;
         // EFER is checked against the code segment.
         if dirty.intersects(Clean::CR | Clean::SEG) {
@@ -116,17 +120,20 @@ impl Vmcb12 {
         if dirty.contains(Clean::LBR) || (control.np_ctl | control.virt_ext) & OWN_RARE != 0 {
             from.read(&mut self.page, RARE)?;
         }
+        // Last: the copy is whole.
         self.at = at.0;
         Ok(dirty)
     }
 
     /// The block is not the one that block 02 was made from any more: the next load takes all anew.
     pub fn forget(&mut self) {
+        // For a run that did not come about: what L1 calls clean was never put into block 02.
         self.at = u64::MAX;
     }
 
     /// Puts the copy's place and contents together from saved state and from L2's registers.
     pub(crate) fn restore(&mut self, at: Gpa, page: &Vmcb, registers: &Save) {
+        // The controls are the saved block's, the registers the vCPU's: the page's own save area is L1's.
         self.page.as_mut_bytes().copy_from_slice(page.as_bytes());
         self.page.save.as_mut_bytes().copy_from_slice(registers.as_bytes());
         self.at = at.0;
@@ -150,6 +157,7 @@ impl<M: L1Memory> Source<'_, M> {
     /// Copies pieces, each word once.
     #[inline(always)]
     fn read<const N: usize>(&self, to: &mut Vmcb, pieces: [Piece; N]) -> Result<(), Outside> {
+        // Where the page cannot be had in place the copy goes through the memory slots.
         let Some(page) = self.page else { return self.copy(to, &pieces) };
         for (first, end) in pieces {
             // Pieces are constants: the bounds hold, and are asked all the same.
