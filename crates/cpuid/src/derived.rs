@@ -20,6 +20,8 @@ const CR4_ALWAYS: Cr4 = Cr4::VME
     .union(Cr4::OSFXSR)
     .union(Cr4::OSXMMEXCPT);
 
+// SMX, CET, LASS, LAM, FRED and user interrupts are missing: they are not offered, so their bits
+// stay reserved.
 const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
     (Cr4::VMXE, feature::VMX),
     (Cr4::UMIP, feature::UMIP),
@@ -34,6 +36,7 @@ const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
 
 const EFER_BY_FEATURE: [(Efer, Feature); 6] = [
     (Efer::LME, feature::LM),
+    // The CPU's own, but KVM_SET_SREGS carries it.
     (Efer::LMA, feature::LM),
     (Efer::NXE, feature::NX),
     (Efer::FFXSR, feature::FXSR_OPT),

@@ -141,6 +141,7 @@ impl Dynamic {
             let size = size(inputs.xcr0, Form::Standard);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
+        // A vCPU that halts without an exit could not be kicked awake by another.
         if position == self.pv && self.hlt_in_guest {
             return bits.flag::<{ Bits::EAX }>(feature::KVM_PV_UNHALT.mask(), false);
         }

@@ -47,6 +47,7 @@ impl Entry {
 pub(crate) const fn has_subleaves(leaf: u32) -> bool {
     matches!(
         leaf,
+        // Stock KVM's list: for others it takes no account of ECX.
         0x4 | 0x7
             | 0xb
             | 0xd
@@ -81,6 +82,7 @@ pub(crate) const NONE: u16 = u16::MAX;
 
 /// The first entry for (leaf, index).
 pub(crate) fn find(entries: &[Entry], leaf: u32, index: u32) -> Option<&Entry> {
+    // The first: a VMM may give several, and stock KVM takes that one.
     entries.iter().find(|entry| entry.is_for(leaf, index))
 }
 

@@ -93,6 +93,7 @@ impl GuestCpuid {
     pub fn new(host: &'static Supported) -> Self {
         let mut this = Self::without_table(host.layout());
         this.uncached = host.is_uncached();
+        // VMMs set registers before CPUID, or never set it.
         this.facts.cr4 = host.cr4();
         this.facts.efer = host.efer();
         this.msr = this.derive_msr_facts(host);
@@ -111,6 +112,7 @@ impl GuestCpuid {
         if entries.len() > MAX_ENTRIES {
             return Err(Error::TooMany);
         }
+        // The guest has drawn its conclusions from the answers by now.
         if has_run {
             return if self.is_same(entries) { Ok(false) } else { Err(Error::Invalid) };
         }
@@ -254,6 +256,7 @@ impl GuestCpuid {
 
     /// VM_CR.SVMDIS keeps the guest from setting EFER.SVME, until the table is set anew.
     pub fn disable_svm(&mut self) {
+        // VM_CR wins over CPUID, which still shows SVM (APM vol. 2 §15.30.1).
         self.facts.efer -= Efer::SVME;
     }
 
@@ -294,6 +297,7 @@ impl GuestCpuid {
 
     /// Forgets cached answers and the state of the dynamic bits.
     fn forget(&mut self) {
+        // Answers that do not change with the state may have changed with what was set.
         self.lines = INVALID;
         self.fresh = false;
     }
@@ -311,6 +315,7 @@ impl GuestCpuid {
     fn derive(&mut self, host: &Supported) {
         let entries = &self.entries;
         let answer = |leaf, index| find(entries, leaf, index).map_or([0; 4], Entry::answer);
+        // Positions and not entries: the dynamic bits are written there later.
         let at = |leaf, index| position(entries, leaf, index).unwrap_or(NONE);
         // Without our signature the leaf is another hypervisor's, or nobody's.
         let pv_leaf = kvm_base(entries).map(|base| base.wrapping_add(1));
@@ -333,6 +338,7 @@ impl GuestCpuid {
         self.vendor = Vendor::from_leaf0(&answer(leaf::VENDOR, 0));
         self.facts = Facts {
             cr4: cr4_bits(&words) & host.cr4(),
+            // What the VMM shows and the host lacks must not reach a register of the hardware.
             efer: efer_bits(&words) & host.efer(),
             xcr0: Xcr0::from_bits_retain(xcr0) & host.xcr0(),
             xss: xss & host.xss(),

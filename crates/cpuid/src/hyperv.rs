@@ -65,10 +65,12 @@ impl HyperV {
             (0x4000_0002, VERSION),
             (0x4000_0003, [HAS_APIC | HAS_HYPERCALL | HAS_VP_INDEX, 0, 0, 0]),
             (0x4000_0004, [hints, NEVER, 0, 0]),
+            // 64 logical processors, as Hyper-V 2016 says and stock KVM after it.
             (0x4000_0005, [self.vcpus, 64, 0, 0]),
             (0x4000_0080, [0; 4]),
             (0x4000_0081, [0; 4]),
             (LAST, [0; 4]),
+            // Behind the debugger's leaves, in stock KVM's order.
             (NESTED, [nested, 0, 0, 0]),
         ]
         .map(|(leaf, answer)| Entry::new(leaf, 0, answer))
@@ -88,6 +90,7 @@ impl Shown {
     pub(crate) fn of(entries: &[Entry]) -> Self {
         let eax = |leaf| find(entries, leaf, 0).map_or(0, |entry| entry.eax);
         let interface = eax(INTERFACE) == NAME;
+        // Without the name the other leaves are another hypervisor's.
         Self { interface, direct_flush: interface && eax(NESTED) & DIRECT_FLUSH != 0 }
     }
 }

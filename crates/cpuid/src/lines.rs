@@ -20,6 +20,7 @@ pub(crate) const INVALID: [Line; LINES] = {
     let mut lines = [Line { key: 0, answer: [0; 4], dynamic: false }; LINES];
     let mut i = 0;
     while i < LINES {
+        // A small number is a basic leaf, whose place is its number: line i never holds leaf i + 1.
         lines[i].key = ((i + 1) % LINES) as u64;
         i += 1;
     }

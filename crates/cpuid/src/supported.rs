@@ -221,6 +221,7 @@ impl Supported {
             leaf::FEATURES => {
                 [eax, ebx, self.word(leaf, 0, Reg::Ecx), self.word(leaf, 0, Reg::Edx)]
             }
+            // Caches as they are: guests size their loops by them.
             leaf::CACHE_DESCRIPTORS => [eax, ebx, ecx, edx],
             leaf::CACHE => return self.caches(leaf, cpuid),
             // The local APIC's timer is one of the host's, which goes on in C-states.

@@ -73,6 +73,7 @@ impl FeatureWords {
     /// Whether the feature is offered. A feature of an unknown word is not.
     #[inline]
     pub fn has(&self, feature: Feature) -> bool {
+        // The length, for a register that is in no word: nobody has such a feature.
         let slot = slot(feature.leaf, feature.subleaf, feature.reg);
         self.0.get(slot).is_some_and(|word| word & feature.mask() != 0)
     }

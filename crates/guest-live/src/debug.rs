@@ -89,6 +89,7 @@ impl LiveDr6 {
 
     /// Loads the guest's DR6.
     pub fn load<C: Cpu>(&self, cpu: &mut C) {
+        // A VMCS holds DR7 and no DR6: the guest's lies in the register while it runs.
         cpu.set_debug_reg(6, self.0.bits());
     }
 

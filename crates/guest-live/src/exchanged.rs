@@ -25,6 +25,7 @@ impl<const INDEX: u32> Exchanged<INDEX> {
     /// The loop is entered: the hardware holds `host`.
     #[inline]
     pub fn enter(&mut self, host: u64) {
+        // Told and not read: RDMSR at each entry would cost more than the caller's look.
         self.live = host;
     }
 
@@ -41,6 +42,7 @@ impl<const INDEX: u32> Exchanged<INDEX> {
     /// Reads what the guest may have changed without an exit, inside the loop.
     #[inline]
     pub fn read_back<C: Cpu>(&mut self, cpu: &mut C) {
+        // Only where writes do not exit: else the value is known.
         self.guest = cpu.rdmsr(INDEX);
         self.live = self.guest;
     }

@@ -39,6 +39,7 @@ impl Extended {
     pub fn new(has: Has, host_xss: u64) -> Self {
         Self {
             has,
+            // x87 alone, as after RESET (SDM vol. 1 §13.3).
             xcr0: 1,
             xss: 0,
             pkru: 0,
@@ -97,6 +98,7 @@ impl Extended {
     #[inline(always)]
     fn shown_xcr0(&self, sees_xcr0: bool) -> u64 {
         let Self { xcr0, host_xcr0, .. } = *self;
+        // XGETBV is #UD without CR4.OSXSAVE: the guest cannot see whose it is.
         if sees_xcr0 { xcr0 } else { host_xcr0 }
     }
 
@@ -157,7 +159,9 @@ impl Extended {
         if self.live_xcr0 != self.host_xcr0 {
             cpu.set_xcr0(self.host_xcr0);
         }
+        // No value of XCR0 is 0: nothing is loaded.
         self.live_xcr0 = 0;
+        // Without XSAVES both are 0, and the MSR is not touched.
         if self.live_xss != self.host_xss {
             cpu.wrmsr(msr::XSS, self.host_xss);
         }

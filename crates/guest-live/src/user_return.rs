@@ -70,6 +70,7 @@ impl UserReturn {
     /// Notes the host's values. Without RDTSCP there is no TSC_AUX.
     pub fn read_host<C: Cpu>(&self, c: &mut C, rdtscp: bool) {
         for lent in self.all() {
+            // RDMSR of an MSR that the CPU lacks would be #GP in the kernel.
             let value = if lent.index != TSC_AUX || rdtscp { c.rdmsr(lent.index) } else { 0 };
             lent.host.store(value, Relaxed);
             lent.live.store(value, Relaxed);

@@ -63,6 +63,7 @@ macro_rules! classes {
             }
         }
 
+        // Out of the first match, so that what guests use while they run is found by few compares.
         fn classify_rare(index: u32) -> Class {
             match index {
                 $($k)|* => Class::Store,

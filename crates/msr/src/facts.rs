@@ -54,6 +54,7 @@ impl GuestFacts {
         let host_pred_cmd = pred_cmd_bits(&host);
         let host_flush_l1d = host(feature::FLUSH_L1D);
         Self {
+            // Both: a bit that the host's CPU does not know would be #GP in the host.
             spec_ctrl: spec_ctrl_bits(&guest) & host_spec_ctrl,
             host_spec_ctrl,
             pred_cmd: pred_cmd_bits(&guest) & host_pred_cmd,
@@ -69,6 +70,7 @@ impl GuestFacts {
             virt_ssbd: guest(feature::VIRT_SSBD),
             sse3: guest(feature::SSE3),
             vmx: guest(feature::VMX),
+            // L2's ratio is composed with ours, which takes hardware that scales.
             tsc_ratio: guest(feature::SVM) && guest(feature::TSC_SCALE) && host(feature::TSC_SCALE),
         }
     }
@@ -105,6 +107,7 @@ fn spec_ctrl_bits(has: &impl Fn(Feature) -> bool) -> u16 {
 
 fn pred_cmd_bits(has: &impl Fn(Feature) -> bool) -> u8 {
     let mut bits = 0;
+    // Intel's one bit stands for both MSRs (SDM vol. 2A "CPUID", leaf 7 EDX bit 26).
     if has(feature::SPEC_CTRL) || has(feature::AMD_IBPB) {
         bits |= pred_cmd::IBPB;
     }
@@ -159,6 +162,8 @@ pub struct Flaws {
     pub l1d_never_flushed: bool,
 }
 
+// TSX_CTRL is missing because that MSR is not offered; bits that nobody here knows are missing
+// because nobody knows what they promise.
 /// ARCH_CAPABILITIES bits that a guest sees as the host's CPU has them.
 const PASSED: u64 = {
     use arch_capabilities as cap;
@@ -193,6 +198,8 @@ impl HostMsrs {
         if !flaws.l1d_never_flushed {
             value |= cap::SKIP_L1DFL_VMENTRY;
         }
+        // The kernel's judgement adds to the CPU's bits: it knows models that are not vulnerable
+        // and do not say so. Stock KVM does the same.
         if !flaws.meltdown {
             value |= cap::RDCL_NO;
         }

@@ -96,6 +96,8 @@ const VMX_SAVED: [u32; 12] =
 /// KVM_GET_MSR_INDEX_LIST on this host.
 pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
+    // Where guests may be no hypervisors these MSRs do not exist, and a VMM could not write them
+    // back.
     let vmx = VMX_SAVED.into_iter().filter(move |_| host.vmx.is_some());
     SAVED.iter().copied().filter(move |index| is_on(*index, &host)).chain(vmx)
 }
@@ -103,6 +105,7 @@ pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
 /// KVM_GET_MSR_FEATURE_INDEX_LIST on this host.
 pub fn features(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
+    // All of them here, the derived ones as well: a VMM composes its offer from this list.
     let vmx = (VMX_BASIC..=VMX_VMFUNC).filter(move |_| host.vmx.is_some());
     vmx.chain(FEATURES.iter().copied().filter(move |index| value(*index, &host).is_some()))
 }

@@ -117,6 +117,7 @@ impl MachineChecks {
         }
         for bank in self.banks.iter_mut().take(count) {
             let [ctl, .., ctl2] = bank;
+            // All errors are enabled from the start, as in stock KVM.
             *ctl = u64::MAX;
             *ctl2 = 0;
         }
@@ -125,6 +126,7 @@ impl MachineChecks {
 
     pub(crate) fn read(&self, index: u32, by: By) -> Result<u64, Refused> {
         match index {
+            // Of the Pentium. Systems that look there find nothing.
             P5_MC_ADDR | P5_MC_TYPE => Ok(0),
             MCG_CAP => Ok(self.cap),
             MCG_STATUS => Ok(self.status),

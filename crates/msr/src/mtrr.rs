@@ -12,6 +12,8 @@ const CAP: u64 = MTRR_VARIABLE as u64 | mtrr::CAP_FIXED | mtrr::CAP_WC;
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mtrrs {
+    // Values and no ranges: without passed-through devices guest memory is write-back whatever they
+    // say.
     default_type: u64,
     fixed: [u64; MTRR_FIXED.len()],
     variable: [u64; 2 * MTRR_VARIABLE],
@@ -33,6 +35,7 @@ impl Mtrrs {
         let slot = match index {
             MTRR_DEF_TYPE => Some(&mut self.default_type),
             0x200..0x250 => variable_position(index).of_mut(&mut self.variable),
+            // Eleven that do not lie side by side: searched.
             _ => fixed_position(index).and_then(|at| self.fixed.get_mut(at)),
         };
         *slot.ok_or(Refused)? = value;
@@ -64,6 +67,7 @@ fn is_valid(index: u32, value: u64, maxphyaddr: u8) -> bool {
     // The width is the VMM's by CPUID: any byte.
     let above = if maxphyaddr >= 64 { 0 } else { u64::MAX << maxphyaddr };
     match index {
+        // Read-only, for a VMM as well: it says what is here.
         MTRR_CAP => false,
         MTRR_DEF_TYPE => value & !(0xff | mtrr::FIXED_ENABLE | mtrr::ENABLE) == 0 && is_type(value),
         // Base: type in bits 7:0, bits 11:8 reserved. Mask: bits 10:0 reserved.

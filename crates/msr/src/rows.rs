@@ -147,6 +147,7 @@ impl List {
     /// How many MSRs it names.
     pub(crate) const fn count(self) -> usize {
         let mut count = 0;
+        // By hand: a constant cannot use iterators.
         let mut sections = TABLE;
         while let [section, later @ ..] = sections {
             let mut rows = section.rows;

@@ -39,6 +39,7 @@ impl Access<'_> {
 
 type Written = Result<Effect, Refused>;
 
+// A refusal before anything is stored: a WRMSR that faults has no effect.
 fn require(allowed: bool) -> Result<(), Refused> {
     if allowed { Ok(()) } else { Err(Refused) }
 }
@@ -151,6 +152,7 @@ macro_rules! store {
             }
         }
 
+        // One copy for guest and VMM: a match of some hundred arms.
         #[inline(never)]
         fn read_known(store: &MsrStore, access: Access<'_>) -> Result<u64, Refused> {
             match access.index {
@@ -201,6 +203,7 @@ impl MsrStore {
     pub fn reset(&mut self, reset: Reset) {
         match reset {
             Reset::PowerUp => self.slots.reset(),
+            // A guest must find its TSC and its microcode where it left them.
             Reset::Init => {}
         }
     }
@@ -273,6 +276,7 @@ impl MsrStore {
     }
 
     fn osvw(&self, access: Access<'_>) -> bool {
+        // For a VMM, too, as in stock KVM: without the feature nobody has them.
         access.facts.osvw
     }
 
@@ -346,6 +350,7 @@ impl MsrStore {
             return Ok(Effect::None);
         }
         let delta = value.wrapping_sub(self.slots.TSC_ADJUST) as i64;
+        // Before the effect is told: a guest may read it back at once.
         self.slots.TSC_ADJUST = value;
         // A VMM restores TSC and TSC_ADJUST one by one; only a guest's write moves the TSC.
         Ok(if access.is_vmm() { Effect::None } else { Effect::TscAdjusted { delta } })
@@ -369,12 +374,14 @@ impl MsrStore {
     fn write_misc_features(&mut self, value: u64, _: Access<'_>) -> Written {
         let on = value & cpuid_faulting::ENABLE != 0;
         let exists = self.slots.PLATFORM_INFO & cpuid_faulting::PLATFORM_INFO != 0;
+        // Switching off is always allowed: a VMM restores 0 before it restores PLATFORM_INFO.
         require(value & !cpuid_faulting::ENABLE == 0 && (exists || !on))?;
         self.slots.MISC_FEATURES_ENABLES = value;
         Ok(Effect::CpuidFaulting { on })
     }
 
     fn write_platform_info(&mut self, value: u64, _: Access<'_>) -> Written {
+        // Faulting that is on must not lose the bit by which the guest knows of it.
         require(value & cpuid_faulting::PLATFORM_INFO != 0 || !self.cpuid_faulting())?;
         self.slots.PLATFORM_INFO = value;
         Ok(Effect::None)
@@ -399,6 +406,8 @@ impl MsrStore {
     }
 
     fn write_ucode_rev(&mut self, value: u64, access: Access<'_>) -> Written {
+        // A guest writes 0, has CPUID load the revision and reads it (SDM vol. 3A, "Determining the
+        // Signature"): its zero is not kept.
         if access.is_vmm() {
             self.slots.UCODE_REV = value;
         }
@@ -444,6 +453,7 @@ impl MsrStore {
         let above = if width >= 64 { 0 } else { u64::MAX << width };
         // MSRs may be restored before the CPUID that tells the width.
         require(access.is_vmm() || value & (0xfff | above) == 0)?;
+        // Cut for a VMM, as in stock KVM, whose older versions let guests write anything.
         self.slots.VM_HSAVE_PA = value & !0xfff;
         Ok(Effect::None)
     }

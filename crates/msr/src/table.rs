@@ -151,6 +151,7 @@ macro_rules! msrs {
         }
 
         Fixed "Without a slot: constants, commands, memory types and machine checks." {
+            // Write-only by the manuals (SDM vol. 4, table 2-2).
             PRED_CMD              [] [refused] [by write_pred_cmd]
                 "guest: IBPB and SBPB where offered, done at once; host: where the host has it, and \
                  nothing is done";
@@ -181,12 +182,16 @@ macro_rules! msrs {
             MTRR_FIX4K_C0000 ..= MTRR_FIX4K_F8000 [saved] [by read_mtrr] [by write_mtrr] "the same";
             MTRR_PHYSBASE0 ..= 0x20f [saved] [by read_mtrr] [by write_mtrr] "8 pairs, the same";
 
+            // Read at boot by systems that do not ask CPUID: #GP would stop them. The values are
+            // stock KVM's.
             FSB_FREQ              [] [3] [refused] "old systems compute clocks from it";
             EBC_FREQUENCY_ID      [] [1 << 24] [refused] "old systems compute clocks from it";
             PERF_STATUS           [] [1000 | 4 << 40] [refused] "";
             BBL_CR_CTL3           [] [0xbe70_2111] [ignored] "";
             K7_CLK_CTL            [] [0x2000_0000] [ignored] "";
 
+            // Taken and forgotten: a watchdog that tries a counter finds that it does not count,
+            // and gives up.
             PERFCTR0 ..= 0xc2     [] [0] [ignored] "no counter, so that a guest finds none";
             PERFEVTSEL0 ..= 0x187 [] [0] [ignored] "";
             K7_EVNTSEL0 ..= K7_PERFCTR3 [] [0] [ignored] "";
@@ -200,6 +205,7 @@ macro_rules! msrs {
             VM_IGNNE              [] [refused] [ignored] "";
             FAM10H_MMIO_CONF_BASE [] [0] [zero] "";
 
+            // Zero as in stock KVM: kernels and firmware read these in passing.
             PLATFORM_ID           [] [0] [refused] "";
             EBL_CR_POWERON        [] [0] [refused] "";
             PERF_CTL              [] [0] [refused] "";

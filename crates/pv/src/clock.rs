@@ -129,6 +129,7 @@ impl ClockPage {
         stopped: bool,
     ) -> Result<(), S::Error> {
         versioned(shared, 0, || {
+            // The guest clears this flag itself, and must find it until then.
             let mut present = [0];
             shared.read(FLAGS_OFFSET, &mut present)?;
             let mut flags = present[0] & flags::GUEST_STOPPED;
@@ -165,6 +166,7 @@ impl WallClock {
         // The format has 32 bits for the seconds.
         let sec = (zero / 1_000_000_000) as u32;
         let nsec = (zero % 1_000_000_000) as u32;
+        // The version of the guest's memory, which another VMM may have written, goes on.
         versioned(shared, 0, || {
             let page = Self { version: 0, sec, nsec };
             let (_, body) = page.as_bytes().split_at(4);

@@ -26,6 +26,7 @@ impl PvEoi {
     /// A valid write of the MSR: where the flag is, or `None` for off. Whatever was offered is to
     /// be [`collect`](Self::collect)ed before.
     pub fn configure(&mut self, flag: Option<Gpa>) {
+        // With another address an offer at the old one could not be collected.
         *self = Self { flag, offered: false };
     }
 
@@ -46,6 +47,7 @@ impl PvEoi {
     /// # Errors
     /// Those of the memory: then nothing is offered, and the guest writes its EOI register.
     pub fn offer<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
+        // One byte, as from stock KVM: of the word only bit 0 has a meaning.
         shared.write(0, &[OWED])?;
         self.offered = true;
         Ok(())
@@ -60,6 +62,8 @@ impl PvEoi {
         if !self.offered {
             return Ok(false);
         }
+        // Before the look: after an error nothing is offered any more, and the guest writes its
+        // register.
         self.offered = false;
         let mut flag = [0];
         shared.read(0, &mut flag)?;

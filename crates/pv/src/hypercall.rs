@@ -29,6 +29,7 @@ pub fn answer(result: Result<u64, HypercallError>, long: bool) -> u64 {
         Ok(value) => value,
         Err(error) => (error as u64).wrapping_neg(),
     };
+    // Outside 64-bit code the answer is EAX, and the upper half is zero as after any write of it.
     if long { value } else { u64::from(value as u32) }
 }
 
@@ -86,6 +87,7 @@ impl Hypercall {
     /// [`HypercallError::NotPrivileged`] outside CPL 0, whatever its arguments.
     #[inline(always)]
     pub fn is_known(number: u64) -> bool {
+        // With holes: calls of other architectures and one long gone, which decode() refuses.
         (number::VAPIC_POLL_IRQ..=number::MAP_GPA_RANGE).contains(&number)
     }
 
@@ -108,16 +110,20 @@ impl Hypercall {
             return Err(HypercallError::NotPrivileged);
         }
         let offered = |bit| {
+            // What CPUID does not offer does not exist (`hypercalls.rst`): the same answer as for
+            // an unknown number.
             if features & bit != 0 { Ok(()) } else { Err(HypercallError::NoSuchCall) }
         };
         match width(regs.rax) {
             number::VAPIC_POLL_IRQ => Ok(Self::VapicPollIrq),
+            // RBX has flags, of which none is defined (`hypercalls.rst`).
             number::KICK_CPU => {
                 offered(feature::UNHALT)?;
                 Ok(Self::KickCpu { apic_id: a1 as u32 })
             }
             number::CLOCK_PAIRING => match a1 {
                 CLOCK_PAIRING_REALTIME => Ok(Self::ClockPairing { address: Gpa(a0) }),
+                // KVM_EOPNOTSUPP for other clocks (`hypercalls.rst`).
                 _ => Err(HypercallError::NotSupported),
             },
             number::SEND_IPI => {

@@ -40,15 +40,18 @@ impl Control {
 
     /// How a call of L1's ends: there is none.
     pub fn answer(self) -> u64 {
+        // The word is judged before the number in it.
         if self.0 & Self::RESERVED != 0 { status::INVALID_INPUT } else { status::INVALID_CODE }
     }
 
     /// How a call that flushes ends: all that the caller may have meant was flushed. A list is a repeated call, of which
     /// all elements are done; a space is not.
     pub fn flushed(self) -> u64 {
+        // Bits 43:32 and 59:48 (TLFS, "Hypercall inputs").
         let (count, start) = (self.0 >> 32 & 0xfff, self.0 >> 48 & 0xfff);
         let is_list = matches!(self.number(), flush::LIST | flush::LIST_EX);
         let is_extended = matches!(self.number(), flush::SPACE_EX | flush::LIST_EX);
+        // Only the calls on a sparse set have a header of variable size.
         let variable = self.0 >> 17 & 0x3ff != 0 && !is_extended;
         let malformed = if is_list { count == 0 || start != 0 } else { count != 0 || start != 0 };
         if self.0 & Self::RESERVED != 0 || variable || malformed {

@@ -28,6 +28,7 @@ impl SendIpi {
         icr: u64,
         long: bool,
     ) -> Result<Self, HypercallError> {
+        // A destination mode or a shorthand would contradict the bitmap.
         if icr & RESERVED != 0 {
             return Err(HypercallError::Invalid);
         }
@@ -52,6 +53,7 @@ impl SendIpi {
                 return None;
             }
             let bit = left.trailing_zeros();
+            // Before the sum: at an id that would overflow the walk ends.
             left &= left - 1;
             // Ids end at 2^32 - 1. The bits from there on, all that are left, name nobody.
             lowest.checked_add(bit)

@@ -50,6 +50,7 @@ pub fn guest_sets<S: Shared>(shared: &S, deadline: u64) -> Result<bool, S::Error
     shared.write(PENDING, &deadline.to_le_bytes())?;
     shared.fence();
     let armed = shared.read_u64(ARMED)?;
+    // An earlier one the host would look at too late; without a promise it would not look at all.
     Ok(armed == 0 || deadline < armed)
 }
 
@@ -75,6 +76,7 @@ impl LazyDeadline {
     /// [`sync`](Self::sync).
     pub fn configure(&mut self, msr: u64) {
         let on = msr & 1 != 0;
+        // In doubt: the page may hold what another host has promised.
         *self = Self { msr, armed: 0, stale: 0, in_doubt: on, left: false };
     }
 
@@ -138,9 +140,11 @@ impl LazyDeadline {
     /// Those of the memory; the page is in doubt then.
     #[inline]
     pub fn arm<S: Shared>(&mut self, shared: &S, deadline: u64) -> Result<(), S::Error> {
+        // The page says so already, and the guest reads it each time.
         if self.armed == deadline && !self.in_doubt {
             return Ok(());
         }
+        // The timer runs for the new one in any case; of the old one the page may still speak.
         let before = core::mem::replace(&mut self.armed, deadline);
         let stored = shared.write(ARMED, &deadline.to_le_bytes());
         if stored.is_err() {
@@ -167,9 +171,11 @@ impl LazyDeadline {
     /// # Errors
     /// Those of the memory: then the promised deadline is the only one that is known.
     pub fn expire<S: Shared>(&mut self, shared: &S) -> Result<Option<u64>, S::Error> {
+        // Given up before the page is: an error must not leave a promise that nobody keeps.
         let promised = core::mem::take(&mut self.armed);
         let looked = Self::take_back(shared);
         match looked {
+            // A smaller one came by WRMSR, or is rubbish: no later deadline.
             Ok(pending) => Ok((pending > promised).then_some(pending)),
             Err(error) => {
                 self.lose(promised);
@@ -205,10 +211,12 @@ impl LazyDeadline {
     pub fn sync<S: Shared>(&mut self, shared: &S, running: u64) -> Result<Option<u64>, S::Error> {
         // Until the page was reached: an error leaves it set.
         self.in_doubt = true;
+        // What the timer really does, whatever was promised.
         self.armed = running;
         let pending = Self::take_back(shared)?;
         let kept_back = self.stale != 0 && pending > self.stale;
         let later = running != 0 && pending > running;
+        // take_back() has stored 0. A promise stands there again only where it is to be kept.
         if !kept_back && !later && running != 0 {
             shared.write(ARMED, &running.to_le_bytes())?;
         }
@@ -224,6 +232,7 @@ impl LazyDeadline {
     /// The newest deadline as it is to be saved: `running`, for which the timer runs, or the later
     /// one that the guest has stored. Changes nothing.
     pub fn newest<S: Shared>(&self, shared: &S, running: u64) -> u64 {
+        // Only under a promise may the guest have kept a later one to itself.
         if running == 0 || running != self.armed || self.in_doubt {
             return running;
         }

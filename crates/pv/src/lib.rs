@@ -76,6 +76,7 @@ fn versioned<S: Shared>(
 ) -> Result<(), S::Error> {
     let odd = shared.read_u32(version_offset)?.wrapping_add(1) | 1;
     shared.write(version_offset, &odd.to_le_bytes())?;
+    // An error leaves the version odd: the guest waits, and the next update mends it.
     body()?;
     shared.write(version_offset, &odd.wrapping_add(1).to_le_bytes())
 }

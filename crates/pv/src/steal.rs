@@ -76,6 +76,7 @@ impl StealTime {
             let steal = shared.read_u64(STEAL)?.wrapping_add(stolen);
             shared.write(STEAL, &steal.to_le_bytes())
         })?;
+        // Last: what could not be written is counted the next time.
         self.last_run_delay_ns = run_delay_ns;
         Ok(())
     }
@@ -85,6 +86,7 @@ impl StealTime {
     /// # Errors
     /// Those of the memory.
     pub fn mark_preempted<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
+        // Asked at each time that the thread is scheduled out; the byte is there already.
         if self.preempted {
             return Ok(());
         }

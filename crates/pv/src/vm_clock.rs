@@ -70,6 +70,7 @@ struct Master {
 impl VmClock {
     /// A clock that shows zero now.
     pub const fn new(now: &HostTime) -> Self {
+        // Wrapping here and below: a VMM may set any time.
         let mut clock = Self { offset_ns: now.base_ns().wrapping_neg(), master: None };
         clock.resample(now);
         clock
@@ -102,6 +103,8 @@ impl VmClock {
         guest_tsc: impl FnOnce(u64) -> u64,
         now: impl FnOnce() -> (HostTime, u64),
     ) -> ClockSample {
+        // The common instant first: pages made at two instants would differ by the error of the
+        // rate.
         let (host_tsc, base_ns) = match self.master {
             Some(master) => (master.host_tsc, master.base_ns),
             None => {
@@ -120,6 +123,7 @@ impl VmClock {
     /// The clock as KVM_GET_CLOCK tells it (KVM API §4.29).
     pub const fn get(&self, now: &HostTime) -> ClockData {
         let mut data = ClockData { clock: self.now(now), flags: 0, realtime: 0, host_tsc: 0 };
+        // The flags promise that all three readings are of one instant.
         if let (Some(_), Some(tsc)) = (&self.master, now.tsc) {
             data.flags = flags::VALID;
             data.realtime = now.real_ns;
@@ -133,6 +137,7 @@ impl VmClock {
     /// now. Pages are to be published again.
     pub const fn set(&mut self, clock: u64, realtime: Option<u64>, now: &HostTime) {
         let elapsed = match realtime {
+            // Stock KVM does not set a clock back by this either.
             Some(then) => now.real_ns.saturating_sub(then),
             None => 0,
         };

@@ -54,6 +54,7 @@ impl SharedCounter {
     /// Takes `n` away, for what counts things that are there now.
     #[inline]
     pub fn sub(&self, n: u64) {
+        // Wraps for a moment where another CPU's addition is seen later. Nobody decides by it.
         self.0.fetch_sub(n, Relaxed);
     }
 

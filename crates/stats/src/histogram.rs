@@ -10,6 +10,7 @@ pub const BUCKETS: usize = 32;
 /// The bucket of a value.
 #[inline]
 pub const fn bucket_of(value: u64) -> usize {
+    // The number of significant bits is the bucket, and that of 0 is 0.
     let bits = (u64::BITS - value.leading_zeros()) as usize;
     if bits < BUCKETS { bits } else { BUCKETS - 1 }
 }

@@ -8,6 +8,7 @@ macro_rules! name {
     ($($piece:expr),*) => {
         match CStr::from_bytes_with_nul(concat!($($piece,)* "\0").as_bytes()) {
             Ok(name) => name,
+            // The NUL that is put on is the only one: it cannot come to this.
             Err(_) => c"",
         }
     };

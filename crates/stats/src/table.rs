@@ -146,6 +146,7 @@ const KVM_VCPU: [Desc<OfVcpu>; 45] = {
         of(c"mmio_exits", MmioExits),
         of(c"signal_exits", SignalExits),
         count(c"irq_window_exits", OfVcpu::By(Reason::InterruptWindow)),
+        // Both kinds of window have this reason: the IRET that SVM intercepts, and the exit of VMX.
         count(c"nmi_window_exits", OfVcpu::By(Reason::Iret)),
         count(c"l1d_flush", OfVcpu::Zero),
         count(c"halt_exits", OfVcpu::By(Reason::Hlt)),
@@ -229,6 +230,7 @@ pub const VM_COUNTED: usize = KVM_VM.len() + OWN_VM.len();
 
 /// The statistics of a vCPU.
 pub static VCPU: [Desc<OfVcpu>; VCPU_STATS] = {
+    // Made when the crate is compiled: the first word of each is a running sum.
     let mut all = [count(c"", OfVcpu::Zero); VCPU_STATS];
     let mut at = 0;
     while at < VCPU_STATS {
@@ -268,6 +270,7 @@ const fn own_vcpu_desc(at: usize) -> Desc<OfVcpu> {
         return OWN_VCPU[at];
     }
     let at = at - OWN_VCPU.len();
+    // Three blocks, each in the order of the reasons: a reader finds one of a kind side by side.
     let reason = ALL[at % REASONS];
     match at / REASONS {
         0 => count(reason.exits_name(), OfVcpu::By(reason)),
@@ -289,6 +292,7 @@ const fn vm_desc(at: usize) -> Desc<OfVm> {
         return OWN_VM[at];
     }
     let at = at - OWN_VM.len();
+    // KVM has the name for a vCPU. The sum of a VM stands before our own.
     if at == 0 {
         return count(c"exits", OfVm::Sum(OfVcpu::Exits));
     }
@@ -303,6 +307,7 @@ pub fn words<S>(table: &[Desc<S>]) -> usize {
 
 /// The statistic that has word `at` of all, and which of its words that is.
 pub fn find<S>(table: &[Desc<S>], at: usize) -> Option<(&Desc<S>, usize)> {
+    // Sorted, since `first` is a running sum.
     let behind = table.partition_point(|desc| desc.first as usize <= at);
     let desc = table.get(behind.checked_sub(1)?)?;
     let within = at - desc.first as usize;
@@ -318,6 +323,7 @@ impl OfVcpu {
             Self::Halt(which) => stats.halt(which).bucket(n),
             Self::Exits => stats.exits(),
             Self::By(reason) => stats.exits_by(reason),
+            // A guest may use the other vendor's instruction, which exits as #UD.
             Self::Hypercalls => {
                 stats.exits_by(Reason::Hypercall).wrapping_add(stats.get(VcpuCount::HypercallsByUd))
             }

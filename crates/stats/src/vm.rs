@@ -86,6 +86,7 @@ impl VmStats {
     /// Leaves of a level went.
     #[inline]
     pub fn unmapped(&self, level: u8, leaves: u64) {
+        // A withdrawal that found nothing of this size costs no locked instruction.
         if leaves != 0
             && let Some(counter) = self.pages(level)
         {

@@ -158,6 +158,7 @@ impl Layout {
             return None;
         }
         if form == Form::Standard {
+            // A supervisor component has no place in the standard format (SDM vol. 1 §13.4.3).
             return (!wanted.is_supervisor()).then_some(wanted.offset);
         }
         let below = components & 1u64.checked_shl(index)?.wrapping_sub(1);

@@ -63,6 +63,7 @@ pub fn xcr0_valid(value: u64, supported: impl Into<u64>) -> bool {
 /// what the host lacks, minus groups that would be torn. Empty when the host does not use XSAVE.
 pub const fn supported_xcr0(host_xcr0: u64) -> Xcr0 {
     let mut offered = Xcr0::from_bits_retain(host_xcr0).intersection(SUPPORTED_XCR0);
+    // A kernel without SSE in XCR0 does not use XSAVE.
     if !offered.contains(Xcr0::LEGACY) {
         return Xcr0::empty();
     }
