@@ -25,6 +25,7 @@ pub trait L1Memory {
     /// # Errors
     /// They cannot be had here, or not be written.
     fn exchange(&self, _at: Gpa, _old: u64, _new: u64) -> Result<bool, Outside> {
+        // Not by reading and writing: another vCPU may change the word in between.
         Err(Outside)
     }
     /// The page that begins at `at`, to be read in place, and to be written too if that is the direction. `None`: it can be had by

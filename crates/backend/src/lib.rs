@@ -5,8 +5,9 @@
 //! implemented once per instruction set, and the run loop is monomorphised over it, so nothing on the
 //! exit path is an indirect call. [`Exit`] is the neutral form of an exit.
 //!
-//! No method has an implementation that does nothing. What only some CPUs can do is an object that is
-//! there or not ([`ability`]): who has it in hand can use it.
+//! No method has an implementation that does nothing, but for some of [`Nested`] and its kin, which one
+//! instruction set alone has a use for. What only some CPUs can do is an object that is there or not
+//! ([`ability`]): who has it in hand can use it.
 #![no_std]
 #![forbid(unsafe_code)]
 

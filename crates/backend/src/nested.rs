@@ -205,6 +205,7 @@ pub trait Nested: NestedPaging + NestedState {
     fn stops_watching_tables(&mut self) -> bool;
     /// Whether a virtual interrupt of L1's waits for L2, which is given it by [`take_interrupt`](Self::take_interrupt).
     fn offers_interrupt(&self) -> bool {
+        // SVM keeps such an interrupt in the control block (V_IRQ), where the CPU finds it by itself.
         false
     }
     /// Takes that interrupt, to be injected at once. `None`: there is none any more.
@@ -220,8 +221,10 @@ pub trait Nested: NestedPaging + NestedState {
     /// # Errors
     /// L1's memory cannot be had here; nothing has changed.
     fn posts(&mut self, _vector: Vector, _l1: &impl L1Memory) -> Result<bool, Outside> {
+        // SVM's counterpart is AVIC, which L1 is not offered.
         Ok(false)
     }
+    // Of the two only VMX has an enlightened control block here.
     /// Says what L1 may do with an enlightened control block.
     fn enlighten(&mut self, _by: Enlightenment) {}
     /// Behind [`Executed::Flushes`], outside the loop: whether L1 can be asked if it wants to hear of the flush, and if so
@@ -236,6 +239,7 @@ pub trait Nested: NestedPaging + NestedState {
     }
     /// What L1 reads of an MSR that describes this instruction set and that has this value.
     fn value_for_l1(&self, _index: u32, value: u64) -> u64 {
+        // SVM describes itself by CPUID, and not by MSRs.
         value
     }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
@@ -247,6 +251,7 @@ pub trait Nested: NestedPaging + NestedState {
     /// The MSR that comes next of those that lists of L1's name and the vCPU has, in the order of the lists. Asked for where
     /// [`take_tsc_write`](Self::take_tsc_write) says something.
     fn next_list_msr(&mut self) -> Option<ListMsr> {
+        // SVM's control block has no lists of MSRs.
         None
     }
     /// That MSR cannot be done, and no more of them are asked for. True: the entry of L2 fails at it, as soon as
@@ -258,8 +263,10 @@ pub trait Nested: NestedPaging + NestedState {
     fn fail_at_list(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Option<Executed> {
         None
     }
+    // Only VMX has a timer that counts while L2 runs (SDM vol. 3C §26.5.1).
     /// The guest has written L1's TSC, which is this much later: a timer of L1's counts on as it did.
     fn follow_tsc_write(&mut self, _delta: u64) {}
+    // Under VMX the ratio is a field of the control block (SDM vol. 3C §25.6.5).
     /// Sets the ratio by which L2's TSC is made from L1's, where L1 gives it by an MSR.
     fn set_tsc_ratio_of_l2(&mut self, _ratio: u64) {}
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
@@ -271,7 +278,7 @@ pub trait Nested: NestedPaging + NestedState {
     fn abandon(&mut self, gprs: &mut Gprs);
 }
 
-/// An exit behind each instruction of L2's, for which L1 may ask (SDM vol. 3C §25.5.2).
+/// An exit behind each instruction of L2's, for which L1 may ask (SDM vol. 3C §26.5.2).
 pub trait MonitorTrap {
     /// Whether L1 asked for it.
     fn traps_each(&self) -> bool;
@@ -283,7 +290,7 @@ pub trait MonitorTrap {
     fn keep_debug_trap(&mut self, bits: u64);
 }
 
-/// L2 sleeps because its control block says so (SDM vol. 3C §24.4.2), and a timer of L1's ends that.
+/// L2 sleeps because its control block says so (SDM vol. 3C §25.4.2), and a timer of L1's ends that.
 pub trait Asleep {
     /// Says what L2 does, for the next exit that L1 sees for an event, or for its saved state: it sleeps, or it runs.
     fn set_activity(&mut self, sleeps: Option<Sleep>);
@@ -306,6 +313,7 @@ pub trait Nesting {
     fn nested_mut(&mut self) -> Option<&mut Self::Nested>;
 }
 
+// SVM has neither: no exit behind each instruction, and no activity state.
 impl MonitorTrap for Absent {
     fn traps_each(&self) -> bool {
         match *self {}

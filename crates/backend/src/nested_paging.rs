@@ -92,6 +92,7 @@ pub enum L1Flush {
 pub trait NestedPaging {
     /// L1's tables that L2 runs with. `None`: L1 runs, or L2 without such tables.
     fn l1_tables(&self) -> Option<L1Tables> {
+        // As for an L1 without such tables: no fault and no refusal comes up then.
         None
     }
 
@@ -143,6 +144,7 @@ pub trait NestedPaging {
 
     /// Notes in L1's log that L2 makes a page dirty, before its flag is set. False: the log is full. Outside alone.
     fn log_dirty(&mut self, _at: Gpa, _l1: &impl L1Memory) -> bool {
+        // No log: nothing is ever full.
         true
     }
 

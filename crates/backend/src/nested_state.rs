@@ -31,6 +31,7 @@ pub trait NestedState {
 
     /// Whether a restored state waits for memory of L1's that it names ([`Self::settle_state`]).
     fn is_unsettled(&self) -> bool {
+        // Only VMX has such a page: its enlightened control block stays in L1's memory.
         false
     }
 
@@ -62,6 +63,7 @@ pub trait NestedState {
     ) -> Result<(), Unrestorable>;
 }
 
+// No value of the type exists, so that none of these is ever called.
 impl NestedState for Absent {
     fn state_size(&self) -> usize {
         match *self {}

@@ -19,6 +19,7 @@ pub enum ShadowBy {
     MovSs,
 }
 
+// Sixteen registers are two cache lines. Aligned, the world switch touches no third.
 /// The general registers in encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(64))]
@@ -91,6 +92,7 @@ pub trait Registers {
     }
     /// Sets the interrupt shadow of an instruction, where the CPU tells them apart.
     fn set_interrupt_shadow_by(&mut self, _by: ShadowBy) {
+        // SVM has one bit for both instructions (APM vol. 2 §15.21.5).
         self.set_interrupt_shadow(true);
     }
     /// The guest's current privilege level.
@@ -134,5 +136,6 @@ pub fn reset_registers<B: Registers + ControlRegisters + LiveRegisters>(b: &mut 
     b.set_cr3(0);
     b.set_cr4(Cr4::empty());
     b.set_efer(Efer::empty());
+    // DR6 and DR7 with the bits that are always one (SDM vol. 3A table 10-1).
     b.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
 }

@@ -9,6 +9,7 @@ pub const PAGE_SHIFT: u32 = 12;
 
 macro_rules! newtype {
     ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        // Without From: each step out of the type shows as `.0` where it is taken.
         $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
         #[repr(transparent)]

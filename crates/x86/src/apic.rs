@@ -17,6 +17,7 @@ pub type VectorWords = [u64; 4];
 #[inline]
 pub const fn highest(words: &VectorWords) -> u8 {
     let [w0, w1, w2, w3] = *words;
+    // The word first: one count of zeros is left, and no loop.
     let (word, base) = match (w3, w2, w1) {
         (0, 0, 0) => (w0, 0),
         (0, 0, _) => (w1, 64),
@@ -334,6 +335,8 @@ pub mod msi {
 /// Timer divisor for a divide-configuration register: 1 to 128 (SDM vol. 3A fig. 10-10).
 #[inline]
 pub const fn timer_divisor(tdcr: u32) -> u32 {
+    // Bit 2 is zero by the manual: the number is bits 3, 1 and 0. Its last value divides by 1,
+    // where the sum wraps.
     let code = (tdcr & 3) | ((tdcr & 8) >> 1);
     1 << ((code + 1) & 7)
 }

@@ -150,6 +150,8 @@ macro_rules! features {
     };
 }
 
+// Features that no guest is offered have a name, too: the host is asked for some of them, and a VMM
+// may show any to its guest.
 features! {
     1 . 0 Ecx {
         SSE3 = 0 "SSE3.",
@@ -345,6 +347,7 @@ features! {
     0x4000_0001 . 0 Eax {
         KVM_CLOCKSOURCE = 0 "kvmclock at the first MSR numbers.",
         KVM_NOP_IO_DELAY = 1 "No I/O delay needed.",
+        // Bit 2 was KVM_FEATURE_MMU_OP, which is gone.
         KVM_CLOCKSOURCE2 = 3 "kvmclock at the present MSR numbers.",
         KVM_ASYNC_PF = 4 "Asynchronous page faults.",
         KVM_STEAL_TIME = 5 "Steal time.",
@@ -481,8 +484,10 @@ impl Vendor {
     /// Reads EBX, ECX and EDX of leaf 0.
     pub const fn from_leaf0(answer: &[u32; 4]) -> Self {
         let [_, ebx, ecx, edx] = *answer;
+        // The letters come in this order of the registers (SDM vol. 2A "CPUID").
         match (ebx, edx, ecx) {
             (0x756e_6547, 0x4965_6e69, 0x6c65_746e) => Self::Intel,
+            // The second is "AMDisbetter!" of early K5s, which is AMD for stock KVM, too.
             (0x6874_7541, 0x6974_6e65, 0x444d_4163) | (0x6944_4d41, 0x7465_6273, 0x2172_6574) => {
                 Self::Amd
             }
@@ -513,6 +518,7 @@ pub const fn family(leaf1_eax: u32) -> u32 {
 #[inline]
 pub const fn model(leaf1_eax: u32) -> u32 {
     let base = (leaf1_eax >> 4) & 0xf;
+    // As Linux has it. The manuals have an extension for families 6 and 15 alone.
     if family(leaf1_eax) >= 6 { base | ((leaf1_eax >> 12) & 0xf0) } else { base }
 }
 

@@ -36,6 +36,8 @@ impl Dr6 {
     /// breakpoints were met is of this one alone; the others gather.
     #[inline]
     pub const fn after_db(self, payload: u64) -> Self {
+        // First the bits that are clear where something happened are set, then those that the
+        // payload names are cleared.
         let gathered = self.0 & !Self::TRAPS | Self::ACTIVE_LOW | payload;
         Self::new(gathered ^ payload & Self::ACTIVE_LOW)
     }
@@ -74,6 +76,8 @@ impl Dr7 {
     /// dropped.
     #[inline]
     pub const fn new(raw: u64) -> Self {
+        // What only a MOV clears stays: KVM_GET_DEBUGREGS gives back what a VMM has set, as in
+        // stock KVM.
         Self(raw as u32 as u64 | Self::RESERVED_ONE)
     }
 

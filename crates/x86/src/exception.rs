@@ -107,6 +107,7 @@ impl Exception {
     }
     /// #DF, double fault.
     pub const fn df() -> Self {
+        // The code is always zero (SDM vol. 3A §6.15).
         Self::with_code(8, 0)
     }
     /// #TS, invalid TSS.
@@ -135,6 +136,7 @@ impl Exception {
     }
     /// #AC, alignment check.
     pub const fn ac() -> Self {
+        // The same.
         Self::with_code(17, 0)
     }
 }

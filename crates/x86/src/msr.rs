@@ -163,6 +163,7 @@ msrs! {
     IBS_FETCH_CTL = 0xc001_1030, "Instruction-based sampling, fetch control (AMD).";
 
     // Paravirtual, KVM's own.
+    // The first two lie outside of the range for such MSRs, and are deprecated for that (msr.rst).
     KVM_WALL_CLOCK = 0x11, "Wall clock, first numbering.";
     KVM_SYSTEM_TIME = 0x12, "System time, first numbering.";
     KVM_WALL_CLOCK_NEW = 0x4b56_4d00, "Wall clock.";

@@ -143,6 +143,7 @@ pub const fn level_index(addr: u64, level: u8) -> usize {
 /// (`maxphyaddr` 32 to 52): bits maxphyaddr to 51.
 #[inline]
 pub const fn above_maxphyaddr(maxphyaddr: u8) -> u64 {
+    // Bits 52 and above never are address, whatever CPUID says.
     if maxphyaddr >= 52 {
         return 0;
     }

@@ -261,6 +261,7 @@ impl Cr4 {
         .union(Self::PCIDE)
         .union(Self::SMEP)
         .union(Self::SMAP)
+        // PKS, LAM and CET would belong here; guests are not offered them.
         .union(Self::PKE);
 }
 
@@ -332,6 +333,7 @@ pub enum Gpr {
 /// Whether `addr` is canonical for `bits` of linear address (48, or 57 with CR4.LA57).
 #[inline]
 pub const fn is_canonical(addr: u64, bits: u32) -> bool {
+    // Cut, so that no width makes the shift overflow.
     let shift = 64u32.saturating_sub(bits) & 63;
     (((addr << shift) as i64) >> shift) as u64 == addr
 }

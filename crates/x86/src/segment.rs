@@ -4,8 +4,7 @@
 //! descriptor's bits 40..=47 and 52..=55 pushed together. VMX keeps them elsewhere; its backend
 //! converts.
 
-/// A segment register: selector plus the hidden base, limit and attributes. The field order is
-/// the VMCB's.
+/// A segment register: selector plus the hidden base, limit and attributes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Segment {
@@ -200,7 +199,9 @@ impl Segment {
     pub const fn from_descriptor(selector: u16, raw: u64) -> Self {
         let base = ((raw >> 16) & 0xff_ffff) | ((raw >> 56) << 24);
         let raw_limit = ((raw & 0xffff) | ((raw >> 32) & 0xf_0000)) as u32;
+        // Between the two parts lies the upper part of the limit.
         let attr = (((raw >> 40) & 0xff) | ((raw >> 44) & 0xf00)) as u16;
+        // The limit names the last byte, of the last page here.
         let limit = if attr & attr::G != 0 { (raw_limit << 12) | 0xfff } else { raw_limit };
         Self { base, limit, selector, attr }
     }

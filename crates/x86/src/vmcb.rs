@@ -182,6 +182,8 @@ pub struct Vmcb {
 
 const _: () = {
     use core::mem::{offset_of, size_of};
+    // A gap of a wrong size would move all that is behind it: one field at least is asked behind
+    // each.
     assert!(size_of::<Vmcb>() == 4096);
     assert!(offset_of!(Control, pause_filter_thresh) == 0x3c);
     assert!(offset_of!(Control, iopm_base_pa) == 0x40);

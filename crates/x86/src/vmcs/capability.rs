@@ -28,6 +28,8 @@ pub const VMX_VMCS_ENUM: u32 = 0x48a;
 pub const VMX_PROCBASED_CTLS2: u32 = 0x48b;
 /// The MSR IA32_VMX_EPT_VPID_CAP (SDM vol. 3C §A.10).
 pub const VMX_EPT_VPID_CAP: u32 = 0x48c;
+// The "true" ones exist because the first four demand bits that later CPUs can do without, and must
+// go on demanding them (SDM vol. 3C §A.2).
 /// The MSR IA32_VMX_TRUE_PINBASED_CTLS (SDM vol. 3C §A.3.1).
 pub const VMX_TRUE_PINBASED_CTLS: u32 = 0x48d;
 /// The MSR IA32_VMX_TRUE_PROCBASED_CTLS (SDM vol. 3C §A.3.2).
@@ -103,6 +105,7 @@ impl Allowed {
         if missing != 0 {
             return Err(missing);
         }
+        // What the CPU demands comes last: it is set whether anybody wants it or not.
         Ok((required | wanted) & self.may() | self.must())
     }
 }

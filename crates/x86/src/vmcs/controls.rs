@@ -16,6 +16,7 @@ bitflags! {
         const PREEMPTION_TIMER = 1 << 6;
         /// Posted interrupts are processed.
         const POSTED_INTERRUPTS = 1 << 7;
+        // A CPU may demand bits that nobody knew when this was written: they must survive.
         /// Bits whose meaning is not listed here.
         const _ = !0;
     }

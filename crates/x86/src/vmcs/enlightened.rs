@@ -109,6 +109,7 @@ pub static READ_LINES: [Line; READ] = READ_TABLE.0;
 pub const STARTS: [u8; GROUPS + 1] = READ_TABLE.1;
 
 const READ_TABLE: ([Line; READ], [u8; GROUPS + 1]) = {
+    // By groups, so that a clean one is a slice to leave out.
     let (mut lines, mut starts) = ([Line::NONE; READ], [0; GROUPS + 1]);
     let (mut n, mut group) = (0, 0);
     while group < GROUPS {
@@ -157,6 +158,7 @@ const WORDS: [bool; BYTES / 4] = {
     }
     i = 0;
     while i < BYTES / 4 {
+        // Of a word that is written in part the rest would be overwritten, too.
         assert!(halves[i] == 0 || halves[i] == 2);
         i += 1;
     }
@@ -186,6 +188,7 @@ const fn run_from(mut word: usize) -> Option<(Run, usize)> {
         return None;
     }
     let mut end = word + 1;
+    // From an aligned word on, whole pairs: they can be written eight bytes at once.
     if word.is_multiple_of(2) {
         end = word;
         while end + 1 < BYTES / 4 && WORDS[end] && WORDS[end + 1] {
@@ -198,6 +201,7 @@ const fn run_from(mut word: usize) -> Option<(Run, usize)> {
     Some((Run { offset: (word * 4) as u16, bytes: ((end - word) * 4) as u16 }, end))
 }
 
+// Counted first, because the length of an array has to be known before its content.
 const RUN_COUNT: usize = {
     let (mut n, mut word) = (0, 0);
     while let Some((_, end)) = run_from(word) {
@@ -220,6 +224,7 @@ pub static RUNS: [Run; RUN_COUNT] = {
 
 /// Where the page has a field, and how many bytes of it, by the field's encoding.
 pub fn find(encoding: u64) -> Option<(u16, usize)> {
+    // Searched: asked for failed entries, and for VMREAD and VMWRITE, which this page is there to spare.
     let carried = CARRIED.iter().find(|(e, _)| u64::from(*e) == encoding)?;
     carried.1.map(|place| (place.offset, width(carried.0)))
 }

@@ -134,6 +134,7 @@ pub enum Clean {
     Host1,
     /// What is no field: the enlightenments.
     Control,
+    // From here on the groups are ours: the page has bits for the sixteen above.
     /// Never clean: read at each entry.
     Always,
     /// What an exit reports: not read at all.

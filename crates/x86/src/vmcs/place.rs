@@ -38,6 +38,7 @@ static PLACES: [Option<Place>; SLOTS] = {
         if let Some(place) = place {
             let width = encoding >> 13 & 3;
             let size = if width == 0 { 2 } else { 4 << (width & 1) };
+            // Forty bytes are the header of `struct vmcs12`, which has no fields.
             assert!(place.offset % size == 0 && place.offset >= 40);
             assert!((place.offset + size) as usize <= VMCS12_BYTES);
             places[slot(encoding as u64)] = Some(place);
@@ -160,6 +161,7 @@ pub const SERVED: usize = WRITTEN + count(Direction::Read);
 /// they are copied out of it before L2 runs.
 pub static SHADOWED: [Served; SERVED] = {
     let (mut list, mut n, mut i) = ([Served::NONE; SERVED], 0, 0);
+    // Twice through the table: first what L1 writes, then what it only reads.
     while i < 2 * TABLE.len() {
         let (encoding, place) = TABLE[i % TABLE.len()];
         if let Some(place) = place
@@ -185,15 +187,18 @@ pub fn fill_bitmap(
     direction: Direction,
     has: impl Fn(u16) -> bool,
 ) {
+    // All exits at first: a field that only the VMCS12 has is none for the CPU.
     bitmap.fill(0xff);
     let served = match direction {
         Direction::Read => SERVED,
         Direction::Write => WRITTEN,
     };
     for &Served { encoding, .. } in SHADOWED.iter().take(served) {
+        // The CPU would refuse the field without an exit, though L1 was offered it.
         if !has(encoding) {
             continue;
         }
+        // A 64-bit field has an encoding for its upper half, too (SDM vol. 3C §25.11.2).
         let halves = if encoding >> 13 & 3 == 1 { 2 } else { 1 };
         for access in encoding..encoding + halves {
             let byte = usize::from(access >> 3);
