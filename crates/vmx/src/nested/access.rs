@@ -23,6 +23,7 @@ impl<C: Cpu> merge::Fields for Block<'_, C> {
     /// VMCS's own map of MSRs. The preemption timer is set by whoever watches a deadline.
     #[inline(always)]
     fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
+        // Slots are looked up by constants: nothing of it is left in the code.
         if let Some(slot) = fields::slot(field) {
             self.vmcs.set(self.cpu, slot, value);
         }
@@ -46,6 +47,7 @@ impl<C: Cpu> leave::Exit for Block<'_, C> {
     fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
         match fields::slot(field) {
             Some(slot) => self.vmcs.get(self.cpu, slot),
+            // Fields that nobody asks for twice have no place: they are read each time.
             None => W::from_raw(self.read(field.encoding())),
         }
     }
@@ -55,6 +57,7 @@ impl<C: Cpu> Block<'_, C> {
     #[cold]
     #[inline(never)]
     fn read(&self, encoding: u32) -> u64 {
+        // In the loop the VMCS is current; outside it may be on another CPU.
         if self.vmcs.is_loaded() {
             self.cpu.vmread(encoding)
         } else {
@@ -89,6 +92,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
 
     pub(crate) fn miss(&self) -> Outside {
         // Outside, what is not there is nowhere: that is an answer, and not a reason to try again.
+        // Once set, it stays: the rules may have gone on behind what was missing.
         self.missed.set(self.missed.get() | !self.memory.is_final());
         Outside
     }
@@ -112,9 +116,11 @@ impl<'a, M: L1Memory> Memory<'a, M> {
             let here = at.wrapping_add(done as u64);
             // Two pages that lie side by side for L1 may lie anywhere.
             let part = (4096 - (here & 0xfff) as usize).min(length.wrapping_sub(done));
+            // Translated at each page, with the rights of whoever executes: the second may fault where the first did not.
             let gpa = self.memory.translate(here, direction).map_err(|reach| match reach {
                 Reach::Fault(exception) => Stop::Fault(exception),
                 Reach::Outside => {
+                    // Told as missing: outside the page is brought in, or is known to be nowhere.
                     self.miss();
                     Stop::Outside
                 }
@@ -161,5 +167,6 @@ impl<M: L1Memory> machine::L1 for Memory<'_, M> {
 
 /// What a page fault tells in the exit qualification, a debug exception too.
 pub(crate) fn qualification(exception: &Exception) -> u64 {
+    // #PF has its address there, #DB its bits; all other exceptions have 0.
     exception.payload.unwrap_or(0)
 }

@@ -45,14 +45,17 @@ const OFFER: Offer = Offer {
 
 /// What is offered on this CPU. L1's preemption timer is counted by the CPU's.
 fn offer(features: &Features) -> Offer {
+    // Another CPU counts for nobody: without a timer in hardware L1 is offered none.
     let mut offer = OFFER;
     if features.preemption_timer.is_none() {
         offer.pin.remove(PinControls::PREEMPTION_TIMER);
         offer.exit.remove(ExitControls::SAVE_PREEMPTION_TIMER);
     }
     if !features.xsaves {
+        // The bitmap of XSAVES is a field that a CPU without it does not have.
         offer.secondary.remove(ProcControls2::XSAVES);
     }
+    // By default where stock KVM offers it: a guest that was saved there finds the same.
     if !features.nested_virtual_interrupts {
         offer.pin.remove(PinControls::POSTED_INTERRUPTS);
         offer.secondary.remove(ProcControls2::VIRTUAL_INTERRUPTS);
@@ -63,8 +66,10 @@ fn offer(features: &Features) -> Offer {
 /// What a vCPU with these limits is shown on this CPU.
 pub(crate) fn whole(features: &Features, limits: &GuestLimits) -> Capabilities {
     // L1 may set in VMX operation what its CPUID offers.
+    // CR4's bits follow from CPUID and not from the host: a bit that L1 was not offered it must not set.
     let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..features.nested_host };
     let mut offer = offer(features);
+    // XSAVES follows XSAVE: without the latter L1 has no IA32_XSS.
     if !limits.xsave {
         offer.secondary.remove(ProcControls2::XSAVES);
     }
@@ -87,9 +92,11 @@ impl<C: Cpu> Vmx<C> {
     /// The guest's CPUID has changed: whether it may be a hypervisor. Without memory for that it is none.
     pub(crate) fn follow_nesting(&mut self) {
         if !self.cold.limits.vmx || !self.features.nested {
+            // While L2 runs its VMCS is in use: the VMM has asked for something that no CPU does.
             if !self.cold.of_l1.runs
                 && let Some(mut n) = self.nested.take()
             {
+                // The shadow VMCS first: vmcs01 must not name a page that is freed.
                 self.drop_shadow(&mut n);
                 // Its page must not be written after it is freed.
                 n.other.clear_elsewhere();
@@ -103,10 +110,12 @@ impl<C: Cpu> Vmx<C> {
                 // What the VMM has taken away stays away: these two alone follow from CPUID.
                 n.machine.capabilities.cr4_fixed1 = whole.cr4_fixed1;
                 n.machine.capabilities.follow_secondary(&old, &whole);
+                // What was composed and checked was so by other capabilities.
                 n.machine.touch_all();
             }
             // VMX operation goes on with what it was begun with.
             Some(_) => {}
+            // No memory is no error of the VMM's call: the guest finds that it has no VMX.
             none @ None => *none = Nested::new(&self.features, &whole).ok(),
         }
     }
@@ -123,6 +132,7 @@ impl<C: Cpu> Vmx<C> {
     /// What L1 reads of a capability MSR that has this value.
     pub(super) fn value_for_l1(&self, index: u32, value: u64) -> u64 {
         match &self.nested {
+            // L1 reads less than the VMM: a VMM that migrates the guest needs the whole.
             Some(n) if n.machine.may_be_enlightened() => {
                 n.machine.capabilities.enlightened().read(index).unwrap_or(value)
             }
@@ -134,6 +144,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn set_nested_msr_value(&mut self, index: u32, value: u64) -> Result<(), Refused> {
         let Some(n) = &mut self.nested else { return Err(Refused::Unknown) };
         if index == FEATURE_CONTROL {
+            // Checked by whoever knows the MSR's rules; here it is kept for VMXON.
             n.feature_control = value;
             return Ok(());
         }

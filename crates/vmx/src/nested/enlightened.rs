@@ -18,6 +18,7 @@ impl<C: Cpu> Vmx<C> {
         // By the code segment, as the control word is read when the call is answered.
         let is_64bit = self.is_long() && self.code_attributes() & attr::L != 0;
         let code = if is_64bit { gprs.0[RCX] } else { gprs.0[RAX] };
+        // The reason first: most exits are none.
         report.reason == ExitReason::Vmcall
             && n.machine.told().is_some_and(|told| told.direct_flush)
             && flush::is(code as u16)
@@ -36,8 +37,10 @@ impl<C: Cpu> Vmx<C> {
         match n.machine.wants_flush_told(&memory) {
             None => FlushTold::Nowhere,
             Some(true) if tell => {
+                // A placeholder: the reason that L1 reads is written behind the exit.
                 let report = Report::plain(ExitReason::EptMisconfiguration, 0);
                 let done = self.leave_l2(n, gprs, &report, &memory);
+                // Behind the exit has been written: the reason in the page is the last word.
                 n.machine.tell_flush(&memory);
                 FlushTold::Yes(done)
             }
@@ -60,6 +63,7 @@ impl<C: Cpu> Vmx<C> {
         if !behind.is_empty() {
             self.fetch(n, behind);
         }
+        // The VMCS that is current would be written into L1's memory: outside, where that cannot fail for want of a page.
         if n.machine.current().is_some() && !memory.is_whole() {
             return Err(Executed::Outside);
         }
@@ -67,7 +71,9 @@ impl<C: Cpu> Vmx<C> {
         let limits = self.nested_limits();
         let launch = reason == ExitReason::Vmlaunch;
         let loaded = n.machine.load_enlightened(launch, &cpu, &limits, memory);
+        // What came of it on missing pages means nothing: it is done again outside.
         if memory.has_missed() {
+            // The run loop brings in that page, and not the operand's.
             n.missed = n.machine.assist_page().filter(|_| loaded == Ok(Loaded::NoAssist));
             return Err(Executed::Outside);
         }
@@ -81,6 +87,7 @@ impl<C: Cpu> Vmx<C> {
             }
             Err(fail) => {
                 let fail = match fail {
+                    // No page of L1's: the VMCS that was current is given up, and the instruction is undefined (stock KVM: #UD, too).
                     Fail::Outside => {
                         n.machine.refuse_enlightened(memory);
                         UNDEFINED
@@ -90,10 +97,12 @@ impl<C: Cpu> Vmx<C> {
                 return Err(self.conclude(n, gprs, Err(fail), memory));
             }
         }
+        // L1 has changed its bitmap, or says nothing of it: what was kept is of before.
         if !n.machine.keeps_msr_bitmap() {
             n.msrs_kept = None;
         }
         // Whatever comes of the entry is written there.
+        // In the loop the page has to be writable now: the end of L2's run is not to wait for it.
         if !memory.is_whole() && !n.machine.reaches_enlightened(memory) {
             return Err(Executed::Outside);
         }
@@ -102,6 +111,7 @@ impl<C: Cpu> Vmx<C> {
             n.machine.refuse_enlightened(memory);
             return Err(self.conclude(n, gprs, Err(UNDEFINED), memory));
         }
+        // Read here once, for all entries that find it clean.
         Self::keep_msrs(n, memory);
         if memory.has_missed() { Err(Executed::Outside) } else { Ok(()) }
     }

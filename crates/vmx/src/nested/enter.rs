@@ -31,12 +31,14 @@ use crate::{
 };
 
 /// What an entry does not load.
+// CR0.CD and NW: caching on the machine is the host's (SDM vol. 3C §27.3.2.1).
 const NOT_LOADED: u64 = Cr0::CD_NW.bits();
 /// Windows that L0 opens for L1.
 const WINDOWS: ProcControls = ProcControls::INTERRUPT_WINDOW.union(ProcControls::NMI_WINDOW);
 
 /// The composed groups that follow from L0's words.
 fn of_l0() -> Groups {
+    // Not Apic and MsrLists: nothing of them comes from L0's words. Segments, flow and SYSENTER MSRs are L2's alone.
     [Group::ControlRegisters, Group::Msrs, Group::Controls, Group::Translation, Group::Time]
         .iter()
         .fold(Groups::of(Group::Bitmaps), |all, group| all.union(Groups::of(*group)))
@@ -56,6 +58,7 @@ impl<C: Cpu> Vmx<C> {
     fn sources(&self, n: &Nested) -> Sources {
         Sources {
             // They are opened for what waits for L1, and not for L2.
+            // A window of L1's own is in VMCS12, and is composed from there.
             primary: self.get(fields::PROC_CONTROLS) & !WINDOWS.bits(),
             secondary: self.get(fields::PROC_CONTROLS2)
                 // L2's VMREAD and VMWRITE always exit: the shadow VMCS is L1's.
@@ -65,8 +68,10 @@ impl<C: Cpu> Vmx<C> {
             exceptions: self.get(fields::EXCEPTION_BITMAP),
             cr0_mask: self.get(fields::CR0_MASK),
             cr4_mask: self.get(fields::CR4_MASK),
+            // The offset and the ratio by L0's own words: the field of vmcs01 has the same, but would be a VMREAD.
             tsc_offset: self.tsc_offset,
             tsc_ratio: self.tsc_ratio,
+            // Not read: where nothing was written yet no entry has taken place either, and each entry sets it.
             vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
         }
     }
@@ -76,12 +81,14 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn l0_part(&self, n: &Nested, s: &Sources) -> L0 {
         L0 {
+            // The base word, and not vmcs01's: the pin controls never change.
             pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
             primary: ProcControls::from_bits_retain(s.primary),
             secondary: ProcControls2::from_bits_retain(s.secondary),
             exit: ExitControls::from_bits_retain(s.exit),
             entry: EntryControls::from_bits_retain(s.entry),
             exceptions: s.exceptions,
+            // With EPT a page fault is L2's own, or L1's.
             page_faults: false,
             // VMX fixes the two to 1, but not for a guest that may run without them.
             cr0_ones: ((self.features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
@@ -93,6 +100,7 @@ impl<C: Cpu> Vmx<C> {
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
             vpid: s.vpid,
             pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
+            // No registers yet: those below are L1's of the moment of the entry.
             resumes: false,
             efer: 0,
             dr7: 0,
@@ -104,6 +112,7 @@ impl<C: Cpu> Vmx<C> {
     /// L1's TSC, from the host's.
     pub(super) fn tsc_of_l1(&self) -> time::Tsc {
         let multiplier = match self.tsc_ratio {
+            // 32 fractional bits become 48.
             TSC_RATIO_ONE => time::ONE,
             ratio => ratio << (48 - 32),
         };
@@ -115,11 +124,13 @@ impl<C: Cpu> Vmx<C> {
     fn note_l0(&self, n: &mut Nested) {
         let now = self.sources(n);
         // A dozen words compared, in place of composing what follows from them.
+        // By value: who changes a word of L0's need not know that there is an L2.
         if n.sources.get() != Some(now) {
             n.sources.set(Some(now));
             n.l0 = self.l0_part(n, &now);
             n.machine.touch(of_l0());
         }
+        // For measurements, and to find out whether a fault is one of tracking: all is composed, all is checked.
         if n.without_tracking {
             n.machine.touch_all();
         }
@@ -136,6 +147,7 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let lists = n.machine.vmcs12().get(field::ENTRY_MSR_LOAD_COUNT) != 0;
         // An entry that fails loads L1's host state, for which it may need memory that is missing here.
+        // Asked for before anything of L2 is loaded: an entry that has begun is not to be taken back.
         if (lists || n.needs_memory_to_leave()) && !memory.is_whole() {
             return Executed::Outside;
         }
@@ -144,6 +156,7 @@ impl<C: Cpu> Vmx<C> {
         if memory.has_missed() {
             return Executed::Outside;
         }
+        // Before `finish_entry`, which composes by what is dirty: a word of L0's makes groups so.
         self.note_l0(n);
         if lists {
             // A list that cannot be loaded gives L2's state up, which VMCS12 is to have then.
@@ -152,6 +165,7 @@ impl<C: Cpu> Vmx<C> {
         }
         let has_apic = apic_page::is_used(n.machine.vmcs12());
         let mut waits = false;
+        // Behind the map and before the checks of L2's state: stock KVM looks for its pages there, too.
         if has_apic && (virtual_interrupts::are_on(n.machine.vmcs12()) || Self::has_new_apic(n)) {
             match Self::prepare_apic(n, memory) {
                 Ok(found) => waits = found,
@@ -164,6 +178,7 @@ impl<C: Cpu> Vmx<C> {
             self.fetch(n, groups);
             entered = n.machine.finish_entry(limits, memory);
         }
+        // Only of an L2 that runs: an entry that fails has another end.
         let falls = has_apic && matches!(entered, Entered::L2(_)) && Self::will_fall(n, memory);
         if memory.has_missed() {
             // The same entry is made again outside, from its checks on.
@@ -177,11 +192,13 @@ impl<C: Cpu> Vmx<C> {
         };
         // From here on vmcs02 is the vCPU's: what fails now fails as an entry that was loaded.
         self.change_to_l2(n, gprs, dirty);
+        // Before the list: what fails there is an entry that had begun, and VMLAUNCH is undone by it.
         n.machine.entered(entry);
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
             return self.fail_loaded_entry(n, gprs, failure, memory);
         }
         if has_apic {
+            // Falls first: an exit before L2's first instruction leaves no room for an interrupt.
             if falls {
                 return self.fall(n, gprs, memory);
             }
@@ -204,6 +221,7 @@ impl<C: Cpu> Vmx<C> {
         let v = n.machine.vmcs12();
         let falls = v.get(field::GUEST_ACTIVITY) != activity_state::WAIT_FOR_SIPI
             && apic_page::falls_at_entry(v, memory);
+        // As if memory had been missing: the caller makes the same entry again outside.
         if falls && !Self::may_leave(n, memory) {
             let _ = memory.miss();
         }
@@ -222,6 +240,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn prepare_apic<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> Result<bool, Executed> {
         let v = n.machine.vmcs12();
+        // A page that was found once is not looked for at each entry.
         let there = !Self::has_new_apic(n) || apic_page::is_there(v, memory);
         let waits = virtual_interrupts::are_on(v) && virtual_interrupts::evaluate(v, memory);
         if memory.has_missed() {
@@ -236,6 +255,7 @@ impl<C: Cpu> Vmx<C> {
     fn offer_virtual(n: &mut Nested) -> Executed {
         let v = n.machine.vmcs12();
         // The flags are those that L2 is entered with: they were composed from here.
+        // STI's shadow is not asked: an L2 that sleeps has none (§27.3.1.5).
         let open = v.get(field::GUEST_RFLAGS) & x86::Rflags::IF.bits() != 0;
         match v.get(field::GUEST_ACTIVITY) {
             activity_state::ACTIVE => Executed::EnteredOffering,
@@ -244,6 +264,7 @@ impl<C: Cpu> Vmx<C> {
                 n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
                 Executed::EnteredOffering
             }
+            // It goes on sleeping with the interrupt waiting: IF is clear, and what wakes it is another event.
             _ => match Self::put_to_sleep(n) {
                 // What the entry injects wakes it, or a window.
                 Executed::Entered => Executed::EnteredOffering,
@@ -272,6 +293,7 @@ impl<C: Cpu> Vmx<C> {
             return Executed::EnteredOwing;
         }
         let mut report = Report::plain(ExitReason::TprBelowThreshold, 0);
+        // L2 was in that state all the same: L1 is told of it, and enters it again by itself.
         report.activity = v.get(field::GUEST_ACTIVITY);
         self.leave_l2(n, gprs, &report, memory)
     }
@@ -286,6 +308,7 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Entered;
         };
         // There is nothing that the entry has yet to do.
+        // L0 sleeps without entering: no later failure of the hardware's is this entry's.
         n.machine.run_pending = false;
         Executed::Asleep(match sleeps {
             Sleeps::Halt => Sleep::Halt,
@@ -304,6 +327,7 @@ impl<C: Cpu> Vmx<C> {
         // What cannot be read of L1's map exits until L1's next entry.
         self.map_msrs(n, memory);
         self.note_l0(n);
+        // vmcs02 may be that of another state: nothing of it counts.
         n.machine.touch_all();
         self.change_to_l2(n, gprs, Groups::ALL);
     }
@@ -311,9 +335,11 @@ impl<C: Cpu> Vmx<C> {
     /// vmcs02, composed from these groups, is the vCPU's from now on.
     #[inline(always)]
     fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
+        // At each entry: L1 changes it without VMWRITE, and L2's follows from it.
         n.l0.efer = self.efer.bits();
         if dirty.has(Group::Msrs) {
             // Without that control L2 begins with L1's DR7, which vmcs02 does not have.
+            // A VMREAD that is spared for those who load the register: DR7 is L1's to change without an exit.
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
                 n.l0.dr7 = self.get(fields::GUEST_DR7);
             }
@@ -323,8 +349,10 @@ impl<C: Cpu> Vmx<C> {
         // What is read of vmcs01 is read above, while it is loaded.
         self.exchange(n);
         // Whoever runs the loop finds L2's root anew before L2 is entered.
+        // Known or 0, which is no pointer: without tables of L1's L2 runs on what L1 runs on.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
         self.set_ept_pointer(if n.machine.vmcs12().has_own_root() { n.root } else { of_l1 });
+        // Behind the exchange: from here on what is set goes into vmcs02.
         self.compose(n, dirty);
         self.load_l2(n, gprs, dirty);
     }
@@ -333,6 +361,7 @@ impl<C: Cpu> Vmx<C> {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
         let mut block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+        // Only with nested_dirty_tracking=0.
         if n.without_tracking {
             compose_blind(n, dirty, block);
         } else {
@@ -340,6 +369,7 @@ impl<C: Cpu> Vmx<C> {
         }
         if dirty.has(Group::ControlRegisters) {
             // The CPU has no such bit in CR4, and would refuse the entry.
+            // Behind the composition, which knows what L1 has asked for and not what this CPU has.
             if self.features.umip_by_exits {
                 let cr4 = self.get(fields::GUEST_CR4);
                 self.set(fields::GUEST_CR4, cr4 & !Cr4::UMIP.bits());
@@ -375,6 +405,7 @@ impl<C: Cpu> Vmx<C> {
             cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
             timer: 0,
         };
+        // Before CR0 and CR4 are looked at: which bits are L2's own follows from the word above.
         self.own();
         let (cr0, new) = match n.kept_by_l0 {
             // As vmcs02 has them: they were not composed, and the VMCS12 has older ones.
@@ -385,12 +416,15 @@ impl<C: Cpu> Vmx<C> {
             ),
         };
         self.cr0 = cr0;
+        // The old ones are L1's: what differs is done by `after_level_change`.
         let cr4 = core::mem::replace(&mut self.cr4, new);
         if self.features.umip_by_exits && dirty.meets(WORDS) {
             self.watch_tables(new.contains(Cr4::UMIP));
         }
+        // As composed; an L2 that goes on gets its own back behind that.
         let efer = core::mem::replace(&mut self.efer, Efer::from_bits_retain(merge::efer(l0, v)));
         gprs.0[RSP] = v.get(field::GUEST_RSP);
+        // The field is in vmcs02; the bit has the exit take it out again.
         if v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0 {
             self.attention |= attention::INJECT;
         }
@@ -418,6 +452,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// CR4 and EFER are those of the other level.
     pub(super) fn after_level_change(&mut self, cr4: Cr4, efer: Efer) {
+        // Only what differs is done: both levels are most often in one mode, with one set of features.
         if (cr4 ^ self.cr4).contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }
@@ -444,9 +479,11 @@ impl<C: Cpu> Vmx<C> {
         let mut done = 0;
         // Entry by entry, as a CPU does: those before a bad one are loaded (SDM vol. 3C §27.4).
         while let Some(step) = list.load(done, &limits, memory) {
+            // The number is the qualification of the failure (§27.8).
             let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
             self.load_list_msr(n, step.msr, step.value, step.number)
                 .map_err(|()| EntryFailure::msr(step.number))?;
+            // L1 may rewrite the list meanwhile: each entry is read once, and none is kept.
             done = done.wrapping_add(1);
         }
         Ok(())
@@ -471,11 +508,13 @@ impl<C: Cpu> Vmx<C> {
         }
         // By this CPU's width: a wider value would be refused by the hardware later.
         let canonical = self.features.canonical(value) == value;
+        // What follows is written by L0 in L2's stead: each rule is that of WRMSR.
         let good = match index {
             msr::STAR | msr::SYSCALL_MASK => true,
             msr::LSTAR | msr::CSTAR | msr::KERNEL_GS_BASE => canonical,
             msr::SYSENTER_ESP | msr::SYSENTER_EIP => canonical,
             msr::SYSENTER_CS => value >> 32 == 0,
+            // An MSR that L1's CPUID does not have fails the entry.
             msr::TSC_AUX => self.cold.limits.tsc_aux && value >> 32 == 0,
             msr::PAT => is_pat(value),
             TSC => {
@@ -483,6 +522,7 @@ impl<C: Cpu> Vmx<C> {
                 return Ok(());
             }
             _ => {
+                // EFER and the rest have rules beyond this backend: the vCPU writes them once the entry is through.
                 self.call_for_list();
                 return n.leave_to_vcpu(ListMsr { index, act: ListAct::Load(value) }, number);
             }
@@ -490,6 +530,7 @@ impl<C: Cpu> Vmx<C> {
         if !good {
             return Err(());
         }
+        // The width was asked above: no value is changed on its way.
         self.set_msr(index, value).map_err(|_| ())
     }
 
@@ -503,6 +544,7 @@ impl<C: Cpu> Vmx<C> {
     /// Makes L1's TSC read `value` now, whoever runs. The vCPU hears of it by
     /// [`take_tsc_write`](backend::Nested::take_tsc_write).
     fn write_tsc(&mut self, n: &Nested, value: u64) {
+        // The difference, not the value: the vCPU has other clocks that follow.
         let delta = value.wrapping_sub(self.guest_tsc_now());
         self.tsc_offset = self.tsc_offset.wrapping_add(delta);
         let moved = self.cold.tsc_moved.get_or_insert(0);
@@ -510,6 +552,7 @@ impl<C: Cpu> Vmx<C> {
         if self.cold.of_l1.runs {
             // The offset is one of the words that vmcs02 follows from.
             n.sources.set(None);
+            // L1's VMCS too: L1 goes on with the TSC that the list gave it.
             n.other.set(&self.cpu, fields::TSC_OFFSET, self.tsc_offset);
             let of_l2 = self.tsc_of_l1().of_l2(n.machine.vmcs12());
             self.set(fields::TSC_OFFSET, of_l2.offset);
@@ -527,6 +570,7 @@ impl<C: Cpu> Vmx<C> {
         if v.primary().contains(ProcControls::MSR_BITMAPS) {
             self.map_msrs_of_both(n, memory);
         } else if n.map != Map::Closed {
+            // Closed already: nothing is written to a map that is as it should be.
             n.map.follow(Map::Closed, &n.other.msr_map);
         }
     }
@@ -534,6 +578,7 @@ impl<C: Cpu> Vmx<C> {
     /// Reads L1's map of MSRs, if its VMCS names one, to be kept for entries that say that it is as it was.
     pub(super) fn keep_msrs<M: L1Memory>(n: &mut Nested, memory: &Memory<'_, M>) {
         let v: &Vmcs12 = n.machine.vmcs12();
+        // One that is kept is L1's promise that it is the same: it is not read again.
         if n.msrs_kept.is_none() && v.primary().contains(ProcControls::MSR_BITMAPS) {
             n.msrs_kept = passed_by(Gpa(v.get(field::MSR_BITMAP)), memory).ok();
         }
@@ -547,6 +592,7 @@ impl<C: Cpu> Vmx<C> {
             Some(kept) => Ok(kept),
             None => passed_by(page, memory),
         };
+        // Within L0's own map of now: a filter of the VMM's may have changed since.
         let wanted = match of_l1 {
             Ok(of_l1) => Map::Open(of_l1.within(&self.vmcs.msr_map)),
             Err(_) => Map::Closed,
@@ -564,6 +610,7 @@ impl<C: Cpu> Vmx<C> {
             return;
         }
         for index in PASSED {
+            // Everything exits, which is slower and right: the next entry opens what may be open.
             self.vmcs.msr_map.intercept(index, Directions::all());
         }
         if let Some(n) = &mut self.nested {
@@ -585,6 +632,7 @@ fn passed_by<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Passed, O
 #[inline(never)]
 fn passed_by_copies<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Passed, Outside> {
     let missing = Cell::new(None);
+    // By words of eight bytes: each is read once, and closed if it is not there.
     let passed = Passed::of(|at| {
         let word = memory.read_u64(Gpa(page.0.wrapping_add(at as u64 * 8)));
         word.unwrap_or_else(|outside| {

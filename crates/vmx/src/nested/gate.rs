@@ -19,6 +19,7 @@ impl<C: Cpu> Vmx<C> {
         let v = n.machine.vmcs12();
         let which = match waiting {
             Waiting::Exception(e) => {
+                // A fault of L2's own: its filter says whose it is, and nothing holds it back.
                 let exits = reflect::exception_exits(v, e.vector.0, e.error_code.unwrap_or(0));
                 return if exits { Gate::ExitToL1 } else { Gate::Deliver };
             }
@@ -26,6 +27,7 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Nmi => events::Event::Nmi,
             Waiting::Smi => events::Event::Smi,
             Waiting::Init => events::Event::Init,
+            // L1 always hears of it: no control keeps a shutdown for L0 (§26.2).
             Waiting::TripleFault => return Gate::ExitToL1,
             Waiting::MonitorTrap => {
                 // An exit behind an instruction cannot come before the entry whose event is the first thing that
@@ -39,7 +41,9 @@ impl<C: Cpu> Vmx<C> {
             injecting: self.injecting(),
             interrupts_blocked: self.get(fields::GUEST_RFLAGS) & Rflags::IF.bits() == 0
                 || self.is_shadowed(),
+            // L0 opens a window of its own for NMIs: whether they are blocked is asked there.
             nmis_blocked: false,
+            // In SMM L2 does not run.
             smm: false,
         };
         match events::gate(v, which, &state) {
@@ -49,6 +53,7 @@ impl<C: Cpu> Vmx<C> {
             events::Gate::Window => Gate::Window,
             events::Gate::ExitToL1 => Gate::ExitToL1,
             events::Gate::Hold => Gate::AfterEntry,
+            // Neither delivered nor lost for good: the vCPU asks again when something changes.
             events::Gate::Drop => Gate::Hold,
         }
     }
@@ -63,6 +68,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let mut report = match waiting {
+            // The vector is there if L1 has it acknowledged.
             Waiting::Interrupt(vector) => {
                 events::report(events::Event::Interrupt, vector.map(|v| v.0))
             }
@@ -70,15 +76,18 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Smi => events::report(events::Event::Smi, None),
             Waiting::Init => events::report(events::Event::Init, None),
             Waiting::Exception(e) => {
+                // As an exit of the hardware's would say it: by the mode of L2.
                 let information = inject::encode(Event::Exception(*e), self.cr0);
                 Report::event(information, inject::error_code(e), qualification(e))
             }
+            // An entry owes one of two exits; what it injected has been delivered by now.
             Waiting::MonitorTrap if n.machine.fall_pending => {
                 Report::plain(ExitReason::TprBelowThreshold, 0)
             }
             Waiting::MonitorTrap => Report::plain(ExitReason::MonitorTrap, 0),
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
+        // An event that wakes a sleeping L2 finds it asleep: L1 reads that.
         report.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         // It has ended the delivery: nothing is left of the event to be told.
         if *waiting != Waiting::TripleFault {
@@ -103,6 +112,7 @@ impl<C: Cpu> Vmx<C> {
     /// Tells L1 of an event that L2 was to take first.
     pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
         if let Some(event) = undelivered {
+            // By L2's mode, as when it would have been injected.
             let information = inject::encode(event, self.cr0);
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
@@ -110,6 +120,7 @@ impl<C: Cpu> Vmx<C> {
                 }
                 _ => 0,
             };
+            // Of the last exit: for events that an instruction made it is the length of that.
             let length = self.get(fields::INSTRUCTION_LENGTH);
             events::tell_interrupted(report, Undelivered { information, error_code, length });
         }

@@ -25,6 +25,7 @@ const fn name_of(segment: u8) -> SegmentName {
         0 => SegmentName::Es,
         1 => SegmentName::Cs,
         2 => SegmentName::Ss,
+        // 6 and 7 are no segments: the CPU reports neither.
         4 => SegmentName::Fs,
         5 => SegmentName::Gs,
         _ => SegmentName::Ds,
@@ -46,6 +47,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmread | ExitReason::Vmwrite => {
                 self.get(fields::INSTRUCTION_INFO) & IS_REGISTER == 0
             }
+            // These have no operand at all.
             ExitReason::Vmlaunch | ExitReason::Vmresume | ExitReason::Vmxoff => false,
             _ => true,
         }
@@ -59,11 +61,14 @@ impl<C: Cpu> Vmx<C> {
             physical_bits: self.cold.limits.maxphyaddr,
             linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },
             efer: self.cold.limits.efer_allowed,
+            // Not offered: the entry and the exit do not load it.
             perf_global_ctrl: 0,
+            // What stock KVM lets a guest name, though nothing of it is carried out.
             debugctl: debugctl::LBR
                 | debugctl::BTF
                 | if self.cold.limits.rtm { debugctl::RTM } else { 0 },
             long_mode: self.is_long(),
+            // VMX operation is put aside in SMM, and lists of local-APIC MSRs end at the vCPU.
             smm: false,
             x2apic: false,
         }
@@ -73,6 +78,7 @@ impl<C: Cpu> Vmx<C> {
     /// in long mode, none of them exits.
     pub(super) fn nested_cpu(&self, n: &Nested, reason: ExitReason) -> machine::Cpu {
         let enters = matches!(reason, ExitReason::Vmlaunch | ExitReason::Vmresume);
+        // STI's shadow does not hold an entry off (§27.1).
         let shadow = interruptibility::MOV_SS;
         // What L1 owns decides for VMXON alone.
         let whole = reason == ExitReason::Vmxon;
@@ -80,10 +86,12 @@ impl<C: Cpu> Vmx<C> {
             cr0: if whole { ControlRegisters::cr0(self) } else { self.cr0 }.bits(),
             cr4: if whole { ControlRegisters::cr4(self) } else { self.cr4 }.bits(),
             long_mode: self.is_long(),
+            // A 32-bit program in IA-32e mode gets #UD from the CPU, without an exit.
             is_64_bit: self.is_long(),
             vm86: false,
             cpl: self.cpl(),
             blocked_by_mov_ss: enters
+                // What is noted comes before what the field says: a shadow may be over.
                 && !self.shadow_over.get()
                 && self.get(fields::GUEST_INTERRUPTIBILITY) & shadow != 0,
             feature_control: n.feature_control,
@@ -94,11 +102,13 @@ impl<C: Cpu> Vmx<C> {
         let information = Information(self.get(fields::INSTRUCTION_INFO));
         let number = information.segment();
         // In 64-bit code only FS and GS have a base.
+        // Neither limit nor rights count there: the register is not read.
         let segment = if self.is_long() && !matches!(number, 4 | 5) {
             Segment { base: 0, limit: u32::MAX, selector: 0, attr: attr::P }
         } else {
             self.segment(name_of(number))
         };
+        // By CR4, unlike the fields: an operand's address is translated now.
         let wide = self.cr4.contains(Cr4::LA57);
         let context = Context {
             gprs: &gprs.0,
@@ -106,6 +116,7 @@ impl<C: Cpu> Vmx<C> {
             is_64_bit: self.is_long(),
             linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },
         };
+        // The qualification is the displacement (§28.2.1).
         operand::linear(information, self.get(fields::EXIT_QUALIFICATION), &context, length, using)
     }
 
@@ -120,7 +131,9 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmread | ExitReason::Vmwrite => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
                 let writes = reason == ExitReason::Vmwrite;
+                // VMWRITE reads its operand, VMREAD writes it.
                 let using = if writes { Direction::Read } else { Direction::Write };
+                // 64-bit operands in 64-bit mode, whatever a field's width.
                 let length = if self.is_long() { 8 } else { 4 };
                 let place = if information.is_register() {
                     Place::Register(information.register1())
@@ -129,6 +142,7 @@ impl<C: Cpu> Vmx<C> {
                 };
                 let field = register(information.register2());
                 if writes {
+                    // Kept as a whole: which part counts follows from the mode.
                     let value = register(information.register1());
                     Instruction::Vmwrite { field, from: place, value }
                 } else {
@@ -152,6 +166,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmxoff => Instruction::Vmxoff,
             ExitReason::Invept | ExitReason::Invvpid => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
+                // The register has the kind, memory the descriptor.
                 let kind = register(information.register2());
                 let descriptor = self.operand(gprs, 16, Direction::Read);
                 if reason == ExitReason::Invept {
@@ -170,8 +185,10 @@ impl<C: Cpu> Vmx<C> {
         gprs: &mut Gprs,
         l1: &M,
     ) -> Executed {
+        // From now on the other VMCSs may be active: who moves the vCPU asks for them too.
         self.beside = true;
         let reason = self.exit_reason();
+        // SMM has put VMX operation aside: CR4 is SMM's own then.
         let is_aside = n.machine.smm != nested_vmx::machine::Smm::default();
         if !self.cr4.contains(Cr4::VMXE) && !self.cold.of_l1.runs && !is_aside {
             // The VMM has ended VMX operation with the registers that it set.
@@ -194,6 +211,7 @@ impl<C: Cpu> Vmx<C> {
         reason: ExitReason,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // One or the other: the hardware does not serve an L1 with an enlightened VMCS.
         if n.is_served() {
             // What L1 wrote by VMWRITE since the last exit is not in VMCS12 yet.
             self.take_shadow(n, true);
@@ -202,6 +220,7 @@ impl<C: Cpu> Vmx<C> {
         {
             return done;
         }
+        // Behind the shadow: what L1 wrote there makes groups dirty, which decides what has to be fetched.
         let needs = n.machine.needs_to_enter();
         if !needs.is_empty() {
             // Checks look at registers of L2's that the last exit left in vmcs02.
@@ -217,7 +236,9 @@ impl<C: Cpu> Vmx<C> {
             Err(fail) => self.conclude(n, gprs, Err(fail), memory),
         };
         // Also behind an entry that failed: L1 reads the error there.
+        // Nothing is given to an L2 that runs: it is the VMCS of L1.
         self.give_shadow(n);
+        // Whatever came of it: the loop goes on with the vCPU's VMCS.
         self.bring_back(n);
         done
     }
@@ -236,6 +257,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmptrld | ExitReason::Vmclear | ExitReason::Vmxoff | ExitReason::Vmxon
         );
         // The current VMCS is written back to L1's memory.
+        // Before the operand is read: what fails then must not have changed anything.
         if leaves_current && !memory.is_whole() {
             return Executed::Outside;
         }
@@ -244,10 +266,12 @@ impl<C: Cpu> Vmx<C> {
         let Some(instruction) = self.decode_instruction(gprs, reason) else {
             return Executed::Fault(x86::Exception::ud());
         };
+        // What L1 wrote goes into its memory along with the rest.
         if leaves_current {
             self.take_shadow(n, false);
         }
         let done = self.perform(n, gprs, (reason, instruction), memory);
+        // Before L1 goes on: it reads there what this instruction has changed.
         self.give_shadow(n);
         self.bring_back(n);
         done
@@ -261,6 +285,7 @@ impl<C: Cpu> Vmx<C> {
         (reason, instruction): (ExitReason, Instruction),
         mut memory: Memory<'_, M>,
     ) -> Executed {
+        // By the instruction: VMREAD of a field that an exit has saved fetches nothing.
         let needs = n.machine.needs(&instruction);
         if !needs.is_empty() {
             self.fetch(n, needs);
@@ -268,6 +293,7 @@ impl<C: Cpu> Vmx<C> {
         let cpu = self.nested_cpu(n, reason);
         let limits = self.nested_limits();
         let result = n.machine.execute(instruction, &cpu, &limits, &mut memory);
+        // An operand that was found, and a region that was not: the whole is done again.
         if memory.has_missed() {
             return Executed::Outside;
         }
@@ -286,11 +312,13 @@ impl<C: Cpu> Vmx<C> {
         result: Result<Then, Fail>,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // By the field: VMX instructions change neither IF nor a shadow.
         let before = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
         if let Some(flags) = Machine::rflags(&result, before) {
             self.set(fields::GUEST_RFLAGS, flags.bits());
         }
         match result {
+            // VMREAD alone. In 32-bit code the value was cut before.
             Ok(Then::Register(number, value)) => {
                 let at = usize::from(number);
                 gprs.0[at & 15] = value;
@@ -302,15 +330,18 @@ impl<C: Cpu> Vmx<C> {
             }
             Ok(Then::Invalidate(what)) => {
                 // Whatever it names, it lies under the one tag of L2's.
+                // By a new tag, which has nothing: INVVPID would have to be done on this CPU, now.
                 n.other.drop_vpid();
                 n.note_flush(what);
                 Executed::Retired
             }
             Ok(Then::Next | Then::Enter(_)) | Err(Fail::Invalid | Fail::Valid(_)) => {
+                // VMfail retires the instruction as success does.
                 Executed::Retired
             }
             Err(Fail::Fault(exception)) => Executed::Fault(exception),
             // The operand's page is no memory, wherever it is looked for.
+            // A device of the VMM's, or nothing at all: stock KVM has the VMM deal with it.
             Err(Fail::Outside) if memory.is_whole() => Executed::Fault(x86::Exception::gp(0)),
             Err(Fail::Outside) => Executed::Outside,
         }

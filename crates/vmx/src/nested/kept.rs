@@ -38,7 +38,6 @@ pub(crate) struct OfL1 {
     /// When L1's preemption timer has run down, on L1's TSC; 0: there is none.
     pub(crate) timer: u64,
 }
-
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sources {
@@ -107,8 +106,10 @@ type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>);
 
 #[inline(never)]
 fn machine_of(capabilities: &Capabilities, features: &Features) -> Result<KBox<Machine>, NoMemory> {
+    // In place: 2 KiB are not to pass by way of a stack.
     let mut machine = KBox::new(Machine::OUTSIDE)?;
     machine.offer(*capabilities);
+    // By this CPU, once: the fields are the same on all.
     machine.serve(|encoding| features.has_field(encoding));
     Ok(machine)
 }
@@ -118,6 +119,7 @@ impl Nested {
     #[inline(never)]
     pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
         let parts =
+            // All or none: a guest without one of the three is no hypervisor.
             (machine_of(whole, features)?, Vmcs::new(features.revision)?, Shadow::new(features)?);
         KBox::make(|| Self::place(parts, whole))
     }
@@ -132,6 +134,7 @@ impl Nested {
             has_host: false,
             host: HostWords::NONE,
             whole: *whole,
+            // Zero until firmware, or the VMM, writes it: VMXON is #GP until then, as on a CPU.
             feature_control: 0,
             l0: merge::L0::NONE,
             sources: Cell::new(None),
@@ -151,6 +154,7 @@ impl Nested {
 
     /// Whether no VMCS beside the vCPU's own is active on another CPU than `here`.
     pub(crate) fn may_run_on(&self, here: usize) -> bool {
+        // The shadow VMCS becomes active with vmcs01: it moves along.
         self.other.may_run_on(here)
             && self.shadow.as_ref().is_none_or(|shadow| shadow.vmcs.may_run_on(here))
     }
@@ -167,6 +171,7 @@ impl Nested {
     #[cold]
     #[inline(never)]
     pub(crate) fn leave_to_vcpu(&mut self, msr: ListMsr, number: u32) -> Result<(), ()> {
+        // Most lists name nothing that is left to the vCPU: nothing is allocated for them.
         if self.list.is_none() {
             self.list = Some(KBox::new(Waiting::NONE).map_err(|_| ())?);
         }
@@ -183,6 +188,7 @@ impl Nested {
     /// Whether leaving L2 needs L1's memory: a list of MSRs, or the PDPTEs of a host of 32 bits.
     pub(crate) fn needs_memory_to_leave(&self) -> bool {
         let v = self.machine.vmcs12();
+        // MSRs to be stored are asked for by the caller: an entry that fails stores none (§27.8).
         v.get(field::EXIT_MSR_LOAD_COUNT) != 0 || !v.exit().contains(ExitControls::HOST_64)
     }
 }

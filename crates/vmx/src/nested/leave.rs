@@ -31,6 +31,7 @@ impl<C: Cpu> Vmx<C> {
         gprs: &Gprs,
         l1: &M,
     ) -> Result<Claim, Outside> {
+        // With bit 31: a failed entry is no exit of L2's.
         let reason = self.get(fields::EXIT_REASON);
         if reason & ENTRY_FAILURE != 0 {
             // The hardware has found what was checked here not to be good: L1's doing, as far as it goes.
@@ -39,6 +40,7 @@ impl<C: Cpu> Vmx<C> {
             return Ok(if invalid { Claim::L1 } else { Claim::L0 });
         }
         // It was entered, whatever came of it.
+        // Behind the question: a failed entry is still pending.
         n.machine.run_pending = false;
         if reason == u32::from(ExitReason::PreemptionTimer.0)
             && n.timer.is_some()
@@ -52,11 +54,13 @@ impl<C: Cpu> Vmx<C> {
         let wants = Wants { page_faults: false, debug: 0 };
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let claim = reflect::claim(n.machine.vmcs12(), &block, &gprs.0, &wants, &memory);
+        // Nothing is changed when memory is missed: the exit is looked at again outside.
         if memory.has_missed() {
             return Err(Outside);
         }
         Ok(match claim {
             reflect::Claim::L0 => Claim::L0,
+            // An exception may be the VMM's debugger's: who asks further is told that it is one.
             reflect::Claim::L1 if reason == u32::from(ExitReason::ExceptionOrNmi.0) => {
                 Claim::Exception
             }
@@ -76,10 +80,12 @@ impl<C: Cpu> Vmx<C> {
         if self.get(fields::EXIT_REASON) & ENTRY_FAILURE != 0 {
             if !n.machine.run_pending {
                 // No entry of L1's: user space has given L2 a state that no CPU runs.
+                // The valid bit stays behind such a failure: the next entry would inject what is lost.
                 self.drop_injection();
                 let report = Report::plain(ExitReason::TripleFault, 0);
                 return self.leave_l2(n, gprs, &report, &memory);
             }
+            // The hardware's qualification: it knows which rule it was.
             let qualification = self.get(fields::EXIT_QUALIFICATION);
             let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
             return self.fail_loaded_entry(n, gprs, failure, &memory);
@@ -105,6 +111,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     fn reaches_memory<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
+        // Whole, or enough: the page of an enlightened VMCS is written, and nothing else.
         memory.is_whole()
             || !stores && !n.needs_memory_to_leave() && n.machine.reaches_enlightened(memory)
     }
@@ -119,6 +126,7 @@ impl<C: Cpu> Vmx<C> {
         report: &Report,
         memory: &Memory<'_, M>,
     ) -> Option<Executed> {
+        // Before the memory is looked for: L0 carries the call out, and L2 does not leave at all.
         if self.is_flush_for_l2(n, gprs, report) {
             return Some(Executed::Flushes);
         }
@@ -133,6 +141,7 @@ impl<C: Cpu> Vmx<C> {
         report: &Report,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // Nearly always false: neither lists nor a page.
         if Self::needs_memory(n)
             && let Some(done) = self.instead_of_leaving(n, gprs, report, memory)
         {
@@ -141,28 +150,34 @@ impl<C: Cpu> Vmx<C> {
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
         // Before VMCS12 changes: the list is of L2's state (SDM vol. 3C §28.4). In the loop there is none any more.
         if memory.is_whole() && stores && self.store_msr_list(n, memory).is_err() {
+            // A VMX abort (§28.7), which stock KVM makes a triple fault of, too.
             return Executed::Shutdown;
         }
         // A handler may have set it since.
         self.put_rsp(gprs);
         // L1 is not told of a shadow that is over since L0 has executed the instruction in it.
         self.clear_ended_shadow();
+        // Before `of_l1` goes: the deadline is L2's.
         let left = self.timer_left(n);
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
         known.activity = report.activity;
         n.machine.leave(&block, report, &known, memory);
+        // vmcs02 has them in parts only: the bits of L0's own are not in it.
         n.kept_by_l0 = Some((self.cr0, self.cr4));
+        // An offer to L2 was of L1's virtual interrupt, or of one that L1 does not intercept.
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         // Behind `leave`, which has written what L1 is to read there; before vmcs01 is loaded.
         self.give_shadow(n);
+        // From here on controls are changed for L1.
         self.cold.of_l1 = OfL1::default();
         self.own();
         // Behind all reads of vmcs02.
         self.exchange(n);
         self.stop_timer(n);
+        // The type decides: an exception of vector 2 is no NMI.
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
         self.load_host(n, gprs, kept, report.reason, is_nmi, memory)
     }
@@ -202,6 +217,7 @@ impl<C: Cpu> Vmx<C> {
         // What was to be injected was not, and what was to be loaded is not.
         self.drop_injection();
         n.forget_list();
+        // CR0 of L2 as far as an exit keeps it: it has been loaded.
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         n.machine.fail_entry(failure);
         n.machine.store_enlightened(memory);
@@ -221,6 +237,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Option<Executed> {
         let number = n.list.as_mut()?.take_failed();
+        // Taken first: the number is of one entry, whatever comes of it.
         if number == 0 || !self.cold.of_l1.runs {
             return None;
         }
@@ -241,13 +258,16 @@ impl<C: Cpu> Vmx<C> {
         let state = host::registers(v, kept, reason, is_nmi);
         // Without VPIDs an entry and an exit flush what they come from (SDM vol. 3C §29.4.3.1).
         let flush = merge::flush(v, n.last_vpid, Transition::Exit);
+        // For the level that goes on: the flush is done at its entry.
         if flush != Flush::None {
             self.attention |= attention::FLUSH;
         }
+        // L2's, for what has to be done where the two differ.
         let (cr4, efer) = (self.cr4, self.efer);
         self.load_host_controls(&state);
         self.load_host_segments(n);
         gprs.0[RSP] = state.rsp;
+        // In the array too: the world switch does not load it, handlers look there.
         self.set(fields::GUEST_RSP, state.rsp);
         self.set(fields::GUEST_RIP, state.rip);
         self.set(fields::GUEST_RFLAGS, state.rflags);
@@ -261,6 +281,7 @@ impl<C: Cpu> Vmx<C> {
         if let Some(pat) = state.pat {
             self.set(fields::GUEST_PAT, pat);
         }
+        // Behind CR4, EFER and DR7, which it compares.
         self.after_level_change(cr4, efer);
         // Behind CR3 and CR4. A bad entry is a VMX abort (SDM vol. 3C §28.5.4).
         if state.loads_pdptes && !self.load_host_pdptes(state.cr3, memory) {
@@ -290,6 +311,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::CR4_SHADOW, state.cr4);
         self.set(fields::GUEST_CR4, self.real_cr4(self.cr4).bits());
         self.set(fields::GUEST_CR3, state.cr3);
+        // vmcs01 has L1's EFER of before, which mostly is the same: then nothing is done.
         if self.get(fields::GUEST_EFER) != self.real_efer(self.efer).bits() {
             self.set_efer(self.efer);
         }
@@ -301,6 +323,7 @@ impl<C: Cpu> Vmx<C> {
             let v = n.machine.vmcs12();
             let sysenter = Sysenter {
                 cs: v.get(field::HOST_SYSENTER_CS),
+                // SYSENTER along with the segments: they change with the same group.
                 esp: v.get(field::HOST_SYSENTER_ESP),
                 eip: v.get(field::HOST_SYSENTER_EIP),
             };
@@ -312,6 +335,7 @@ impl<C: Cpu> Vmx<C> {
             self.load_host_tables(&n.host, changed);
             return;
         }
+        // Outside the loop nothing can be written past the cache: each register by its own rules.
         let s = host::segments(n.machine.vmcs12());
         for (name, segment) in [
             (SegmentName::Es, s.es),
@@ -336,6 +360,7 @@ impl<C: Cpu> Vmx<C> {
     fn load_host_pdptes<M: L1Memory>(&mut self, cr3: u64, memory: &Memory<'_, M>) -> bool {
         // Bits 2:1 and 8:5 (SDM vol. 3A table 4-8).
         const RESERVED: u64 = 0x1e6;
+        // Only of entries that are present: the others are ignored whole.
         let limit = u64::MAX.checked_shl(u32::from(self.cold.limits.maxphyaddr)).unwrap_or(0);
         let mut entries = [0; 4];
         for (at, entry) in entries.iter_mut().enumerate() {
@@ -361,6 +386,7 @@ impl<C: Cpu> Vmx<C> {
         let list = host::loads(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
+        // Each is loaded before the next is read: a list that ends badly has loaded what came before it.
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
             self.load_list_msr(n, step.msr, step.value, 0)?;
@@ -376,24 +402,28 @@ impl<C: Cpu> Vmx<C> {
         n: &mut Nested,
         memory: &Memory<'_, M>,
     ) -> Result<(), ()> {
+        // What an entry's list left is of that entry.
         n.forget_list();
         let list = host::stores(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
         while let Some(step) = list.store(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
+            // The filter of the VMM's holds for lists as it does for RDMSR.
             if self.denies_in_list(step.msr, Direction::Read) {
                 return Err(());
             }
             let value = match step.msr {
                 // Live in the CPU inside the loop.
                 msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
+                // The guest's whole word: the field has what the hardware needs.
                 msr::EFER => self.efer.bits(),
                 crate::permission::TSC => {
                     let host = self.cpu.rdtsc();
                     // The list is carried out by L1's CPU, which knows of no offset of L2's.
                     self.tsc_of_l1().at(host)
                 }
+                // Not kept here: the vCPU has it, and stores it before L1 runs.
                 index => match self.msr(index) {
                     Ok(value) => value,
                     Err(_) => {
@@ -404,6 +434,7 @@ impl<C: Cpu> Vmx<C> {
                     }
                 },
             };
+            // Behind the value's halves: the entry's number and reserved word stay L1's.
             memory.write(step.slot, &value.to_le_bytes()).map_err(|_| ())?;
             done = done.wrapping_add(1);
         }
@@ -413,6 +444,7 @@ impl<C: Cpu> Vmx<C> {
     /// Nothing of what was offered to L2 is left in its VMCS.
     #[inline]
     fn set_offer_none(&mut self) {
+        // Two comparisons where nothing was offered, which is nearly always.
         let window = ProcControls::INTERRUPT_WINDOW.bits();
         let as_l1_has_it =
             (self.get(fields::PROC_CONTROLS) ^ self.cold.of_l1.primary) & window == 0;

@@ -60,8 +60,10 @@ impl Waiting {
     /// The one that was taken last cannot be done, and the others are not. Whether the entry fails, of an L2 that `runs`.
     pub(crate) fn refuse(&mut self, runs: bool) -> bool {
         let taken = self.at.checked_sub(1).and_then(|at| self.entries.get(at));
+        // An exit's list has no numbers: it fails as a whole.
         let number = taken.map_or(0, |entry| entry.number);
         self.count = 0;
+        // 0 is no entry's number.
         self.failed = if runs { number } else { 0 };
         self.failed != 0
     }

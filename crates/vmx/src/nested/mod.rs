@@ -90,6 +90,7 @@ impl<C: Cpu> Vmx<C> {
     /// other registers.
     fn in_operation(&self) -> Option<&Nested> {
         let on = |n: &&KBox<Nested>| n.machine.is_in_operation() && self.cr4.contains(Cr4::VMXE);
+        // An L2 keeps CR4.VMXE set: the checks of its entry see to that.
         self.nested.as_ref().filter(on).map(|n| &**n)
     }
 
@@ -147,6 +148,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     #[inline]
     fn level(&self) -> Level {
+        // The word that every other part asks, and not the machine's own level: it changes with the controls.
         if self.cold.of_l1.runs { Level::L2 } else { Level::L1 }
     }
 
@@ -169,6 +171,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     fn repeats_injection(&mut self) -> bool {
         let of_l1 = |n: &KBox<Nested>| n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
         let information = self.nested.as_ref().map_or(0, of_l1);
+        // Only software events: others are told by IDT-vectoring information and injected again.
         information & event::VALID != 0 && inject::has_length(information)
     }
 
@@ -208,6 +211,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     /// With a window of L1's open the entry that follows ends at once, if L2 takes such events.
     fn keeps_awake(&self) -> bool {
+        // What L2 cannot take yet does not keep it awake: the window opens when it can.
         let windows = ProcControls::from_bits_retain(self.cold.of_l1.primary);
         windows.contains(ProcControls::INTERRUPT_WINDOW) && self.rflags().contains(Rflags::IF)
             || windows.contains(ProcControls::NMI_WINDOW) && !self.nmi_masked()
@@ -216,6 +220,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn injects_for_l1(&self) -> bool {
         Injection::injecting(self)
+            // Of an entry that has not run: afterwards what is injected is L0's own.
             && self.nested.as_ref().is_some_and(|n| {
                 let information = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
                 n.machine.run_pending && information & event::VALID != 0 && self.cold.of_l1.runs
@@ -237,6 +242,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn cr0_of_write(&self, value: Cr0) -> Option<Cr0> {
+        // Outside VMX operation any value that the CPU takes is good.
         let Some(n) = self.in_operation() else { return Some(value) };
         let of_l1 = self.cold.of_l1.cr0;
         // Bits that L1 owns keep their value whatever L2 writes: a write that differs from the shadow there has gone to
@@ -254,6 +260,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn enlighten(&mut self, by: Enlightenment) {
+        // Both ways: without a VP assist page there is no enlightened VMCS either.
         if let Some(n) = &mut self.nested {
             n.machine.enlighten(by.enabled, by.shown, by.direct_flush, by.assist);
             n.msrs_kept = None;
@@ -273,6 +280,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn offers_interrupt(&self) -> bool {
+        // Only of an L2 that runs: the flag may be set by an entry that failed since.
         self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.interrupt_pending)
     }
 
@@ -294,6 +302,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
+        // No machine to reflect to: the vCPU cannot go on.
         self.with_nested(|this, n| this.reflect_exit(n, gprs, l1)).unwrap_or(Executed::Shutdown)
     }
 
@@ -303,12 +312,14 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         _: Gpa,
         l1: &impl L1Memory,
     ) -> Result<Option<Gpa>, Outside> {
+        // Nothing is kept in SMM's state-save area: VMCS12 has it all.
         self.with_nested(|this, n| this.put_aside(n, gprs, l1));
         Ok(None)
     }
 
     fn leave_smm(&mut self, gprs: &mut Gprs, _: Gpa, _: Option<Gpa>, l1: &impl L1Memory) -> bool {
         self.with_nested(|this, n| this.take_back(n, gprs, l1));
+        // Always true: what was put aside was good when it was.
         true
     }
 
@@ -336,6 +347,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn gate(&self, waiting: &Waiting) -> Gate {
         match &self.nested {
+            // By the machine's level: in SMM L2 is put aside, and events are SMM's.
             Some(n) if n.machine.level() == machine::Level::L2 => self.gate_of(n, waiting),
             // VMX root operation blocks INIT (SDM vol. 3C §24.8).
             Some(_) if *waiting == Waiting::Init && self.in_operation().is_some() => Gate::Hold,
@@ -349,6 +361,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn acknowledges(&self, waiting: &Waiting) -> bool {
         let asks = |n: &KBox<Nested>| nested_vmx::events::acknowledges(n.machine.vmcs12());
+        // What was acknowledged is L1's now: it must not come a second time.
         match waiting {
             Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
             // With the exit L1 has had them.
@@ -394,6 +407,7 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
 
     fn owe_trap(&mut self) {
         if let Some(n) = &mut self.nested {
+            // Both are one exit behind an instruction: L1's windows and timer are looked at elsewhere.
             n.machine.trap_pending = true;
         }
     }
@@ -406,10 +420,12 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
     /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).
     fn keep_debug_trap(&mut self, bits: u64) {
         const STEP: u64 = Dr6::BS;
+        // B3 to B0 and BS lie where DR6 has them.
         const BREAKPOINTS: u64 = 0xf;
         const ENABLED: u64 = 1 << 12;
         let met = bits & BREAKPOINTS;
         let pending = bits & STEP | met | if met != 0 { ENABLED } else { 0 };
+        // Added: a step and a breakpoint of one instruction are one exception.
         let now = self.get(fields::GUEST_PENDING_DEBUG);
         self.set(fields::GUEST_PENDING_DEBUG, now | pending);
     }
@@ -418,6 +434,7 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
 impl<C: Cpu> backend::Asleep for Vmx<C> {
     fn set_activity(&mut self, sleeps: Option<Sleep>) {
         if let Some(n) = self.nested.as_mut().filter(|_| self.cold.of_l1.runs) {
+            // vmcs02 says active all the time: it is VMCS12 that L1 reads.
             let state = match sleeps {
                 None => activity_state::ACTIVE,
                 Some(Sleep::Halt) => activity_state::HLT,
@@ -440,6 +457,7 @@ impl<C: Cpu> backend::Asleep for Vmx<C> {
     }
 
     fn wakes_at(&self) -> Option<u64> {
+        // The deadline alone: whether L2 sleeps the caller knows.
         self.nested.as_ref().and_then(|n| n.timer).map(Deadline::tsc)
     }
 }

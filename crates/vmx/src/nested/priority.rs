@@ -26,6 +26,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let memory = Memory::new(l1);
+        // Asked again, by the state of now: nothing of the first look was kept.
         let v = n.machine.vmcs12_mut();
         let access = match self.exit_reason() {
             ExitReason::Rdmsr => priority::msr_access(v, Direction::Read, &gprs.0),
@@ -41,8 +42,10 @@ impl<C: Cpu> Vmx<C> {
             Some(Access::Read { .. } | Access::ReadMsr { .. }) | None => false,
         };
         if falls && !Self::may_leave(n, &memory) {
+            // Nothing has been written: the same is done again outside.
             return Executed::Outside;
         }
+        // Borrowed anew: the question above needed the rest.
         let v = n.machine.vmcs12_mut();
         // Kept to be put back: the page and the status are changed in one step or not at all.
         let status = v.get(field::GUEST_INTERRUPT_STATUS);
@@ -52,6 +55,7 @@ impl<C: Cpu> Vmx<C> {
                 priority::write_msr(v, offset, value, &memory)
             }
             Some(Access::Read { gpr }) => {
+                // All ones where L1 has no page: but only if it is nowhere, not if it is missing here.
                 let value = priority::read(v, &memory);
                 if memory.has_missed() {
                     return Executed::Outside;
@@ -69,12 +73,15 @@ impl<C: Cpu> Vmx<C> {
                 gprs.0[RDX] = value >> 32;
                 return Executed::Retired;
             }
+            // Whoever claimed the exit has found such an access in the same words: this does not happen.
             None => return Executed::Shutdown,
         };
         if memory.has_missed() {
+            // The page keeps what was written: the same store comes again.
             n.machine.vmcs12_mut().set(field::GUEST_INTERRUPT_STATUS, status);
             return Executed::Outside;
         }
+        // Before anything of L2 changes: RIP is that of the instruction.
         let next = self.next_rip();
         match moved {
             Err(exception) => Executed::Fault(exception),
@@ -91,6 +98,7 @@ impl<C: Cpu> Vmx<C> {
         next: Option<u64>,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // Nothing was looked at: what waited waits on.
         if moved == Moved::Stored {
             return Executed::Retired;
         }
@@ -102,6 +110,7 @@ impl<C: Cpu> Vmx<C> {
             Moved::Written(offset) => Report::plain(ExitReason::ApicWrite, u64::from(offset)),
             Moved::Ended(vector) => Report::plain(ExitReason::VirtualizedEoi, u64::from(vector)),
         };
+        // The exit comes behind the instruction, unlike all exits that L1's controls ask for.
         self.complete_move(next);
         self.leave_l2(n, gprs, &report, memory)
     }
@@ -120,6 +129,7 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<u32, Executed> {
         let memory = Memory::new(l1);
         // A load changes no priority, and cannot end L2's run.
+        // By what can come of it: an end, a fall, a write that L1 sees.
         if store.is_some() && !Self::may_leave(n, &memory) {
             return Err(Executed::Outside);
         }
@@ -134,6 +144,7 @@ impl<C: Cpu> Vmx<C> {
             n.machine.vmcs12_mut().set(field::GUEST_INTERRUPT_STATUS, status);
             return Err(Executed::Outside);
         }
+        // L2 goes on behind the access, or has been left.
         match self.conclude_move(n, gprs, moved, Some(next), &memory) {
             Executed::Retired => Ok(0),
             done => Err(done),
@@ -148,12 +159,14 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Result<Option<Vector>, backend::Outside> {
         let memory = Memory::new(l1);
+        // Withdrawn since it was offered, by a priority that L2 has raised.
         if !n.machine.interrupt_pending {
             return Ok(None);
         }
         let v = n.machine.vmcs12_mut();
         let status = v.get(field::GUEST_INTERRUPT_STATUS);
         let vector = virtual_interrupts::deliver(v, &memory);
+        // The page keeps a request twice rather than not at all.
         if memory.has_missed() {
             v.set(field::GUEST_INTERRUPT_STATUS, status);
             return Err(backend::Outside);
@@ -174,6 +187,7 @@ impl<C: Cpu> Vmx<C> {
         let memory = Memory::new(l1);
         // The descriptor gives up a request only by an exchange: what is missed here is still there outside.
         let posted = virtual_interrupts::post(n.machine.vmcs12_mut(), vector.0, &memory);
+        // Nothing is lost: what was taken out of the descriptor is in the page.
         if memory.has_missed() {
             return Err(backend::Outside);
         }
@@ -190,6 +204,7 @@ impl<C: Cpu> Vmx<C> {
             self.retire(next);
         }
         let flags = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
+        // RF goes with a retired instruction (SDM vol. 3B §18.3.1.1).
         self.set(fields::GUEST_RFLAGS, (flags - Rflags::RF).bits());
         if flags.contains(Rflags::TF) {
             self.keep_debug_trap(Dr6::BS);

@@ -22,6 +22,7 @@ const SHADOWS: u32 = interruptibility::STI | interruptibility::MOV_SS;
 
 const fn told(refused: Refused) -> Unrestorable {
     match refused {
+        // One errno for all but EFAULT, as stock KVM has it.
         Refused::Missing => Unrestorable::Missing,
         _ => Unrestorable::Invalid,
     }
@@ -32,15 +33,18 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
         // VMCS12 as user space sees it has all that L1 has written.
         self.take_shadow(n, false);
+        // It goes on serving: what it has is given again before L1 runs.
         n.machine.mirror_taken();
         if !self.cold.of_l1.runs {
             let behind = n.machine.behind();
+            // L1's VMCS12 is whole then: nothing of L2 is left in vmcs02.
             if !behind.is_empty() {
                 self.fetch(n, behind);
             }
             return;
         }
         let left = self.timer_left(n);
+        // Saved as an exit would, without one: L2 goes on behind.
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
@@ -49,6 +53,7 @@ impl<C: Cpu> Vmx<C> {
         let injection = self.get(fields::ENTRY_INTERRUPTION);
         // The VMCS may say of a shadow what is over.
         let shadow = self.interrupt_shadow();
+        // The array has the newest: a handler may have set RSP since the exit.
         let v = n.machine.vmcs12_mut();
         v.set(field::GUEST_RSP, gprs.0[RSP]);
         if !shadow {
@@ -57,6 +62,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // What waits to be injected is among the events that are saved.
         let asked = v.get(field::ENTRY_INTERRUPTION);
+        // By the hardware's valid bit: what was injected is not injected again after a restore.
         let valid = x86::vmcs::event::VALID;
         v.set(field::ENTRY_INTERRUPTION, asked & (!valid | injection & valid));
     }
@@ -68,6 +74,7 @@ impl<C: Cpu> Vmx<C> {
         smm: bool,
         memory: &Memory<'_, M>,
     ) -> Result<(Good, KBox<Images>), Unrestorable> {
+        // 2 KiB and more: on the heap.
         let mut images = KBox::<Images>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let onto = Onto {
             context: Context {
@@ -75,6 +82,7 @@ impl<C: Cpu> Vmx<C> {
                 smm,
                 enlightened: n.machine.is_enlightenment_enabled(),
             },
+            // By what an entry is checked by: an L1 that may be enlightened has fewer controls.
             capabilities: &n.machine.checked_by(),
             limits: &self.nested_limits(),
         };
@@ -93,6 +101,7 @@ impl<C: Cpu> Vmx<C> {
         let memory = Memory::new(l1);
         // Into memory of our own: what was checked is what is taken over.
         let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
+        // From here on nothing fails.
         let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
         n.flush_due = true;
@@ -102,6 +111,7 @@ impl<C: Cpu> Vmx<C> {
         let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
         n.timer = deadline.filter(|_| counts).map(Deadline);
         if restored == Restored::L2 {
+            // Behind the regions: vmcs02 is composed from VMCS12.
             self.resume_l2(n, gprs, &memory);
         }
         Ok(())
@@ -122,6 +132,7 @@ impl<C: Cpu> Vmx<C> {
         if !pending {
             let (dr7, pat, efer) = before;
             self.set(fields::GUEST_DR7, dr7);
+            // The vCPU's registers were set before the nested state: VMMs do it in that order.
             self.set(fields::GUEST_PAT, pat);
             let long = n.machine.vmcs12().entry().contains(EntryControls::IA32E_GUEST);
             let mode = Efer::LME | Efer::LMA;
@@ -132,9 +143,11 @@ impl<C: Cpu> Vmx<C> {
                 backend::LiveRegisters::own_debug_regs(self);
             }
         }
+        // As behind an entry: vmcs02 is what VMCS12 says, and nothing is dirty.
         n.machine.entered(PendingEntry { launch: false });
         let v = n.machine.vmcs12();
         // The page may come later.
+        // By the status alone: whoever delivers looks at the page.
         let waits = virtual_interrupts::may_wait(v);
         let falls = v.apic_access_page().is_some() && apic_page::falls_at_entry(v, memory);
         (n.machine.interrupt_pending, n.machine.fall_pending) = (waits, falls);
@@ -143,6 +156,7 @@ impl<C: Cpu> Vmx<C> {
 
 impl<C: Cpu> NestedState for Vmx<C> {
     fn state_size(&self) -> usize {
+        // A vCPU that is no hypervisor has a header to be saved, too.
         self.nested.as_ref().map_or(saved::HEADER, |n| saved::size(&n.machine))
     }
 
@@ -153,9 +167,11 @@ impl<C: Cpu> NestedState for Vmx<C> {
         l1: &impl L1Memory,
     ) -> Result<(), Unrestorable> {
         self.with_nested(|this, n| {
+            // Before the page of an enlightened VMCS is read: the one or the other has what L1 wrote last.
             this.take_shadow(n, false);
             n.machine.refresh_enlightened(&Memory::new(l1));
             let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
+            // Without a VMCS there is no image, and nothing to be brought up to date.
             if n.machine.current().is_some() || n.machine.is_enlightened() {
                 this.bring_up_to_date(n, gprs);
             }
@@ -174,6 +190,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
         smm: bool,
         l1: &impl L1Memory,
     ) -> Result<(), Unrestorable> {
+        // All of it is done again by the restore: nothing of a check is kept.
         let Some(n) = &self.nested else { return Err(Unrestorable::Invalid) };
         self.check_bytes(n, bytes, smm, &Memory::new(l1)).map(|_| ())
     }
@@ -185,6 +202,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
         smm: bool,
         l1: &impl L1Memory,
     ) -> Result<(), Unrestorable> {
+        // From now on the other VMCSs may be active.
         self.beside = true;
         self.with_nested(|this, n| this.restore_bytes(n, gprs, (bytes, smm), l1))
             .unwrap_or(Err(Unrestorable::Invalid))
@@ -197,6 +215,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
     fn settle_state(&mut self, l1: &impl L1Memory) {
         let limits = self.nested_limits();
         if let Some(n) = &mut self.nested {
+            // When L1's pages are there, before anything runs.
             n.machine.settle_enlightened(&limits, &Memory::new(l1));
         }
     }

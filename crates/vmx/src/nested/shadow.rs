@@ -46,6 +46,7 @@ impl<C: Cpu> Vmx<C> {
                 && !m.asks_assist_page();
             if !wanted {
                 if shadow.serves {
+                    // Without a current VMCS VMREAD fails, and software tells so. In SMM CR4 is SMM's own.
                     this.stop_shadow(n, here);
                 }
                 return;
@@ -56,6 +57,7 @@ impl<C: Cpu> Vmx<C> {
                 return;
             }
             this.write_shadow(n, here);
+            // The bit in the controls last: the link has to name what is active.
             this.serve(n, true);
         });
     }
@@ -64,6 +66,7 @@ impl<C: Cpu> Vmx<C> {
     fn write_shadow(&mut self, n: &mut Nested, here: &PerCpu) {
         let Some(shadow) = &n.shadow else { return };
         let _ = shadow.vmcs.make_current(&self.cpu, here);
+        // Whatever was given stays noted as given: it is in the region.
         n.machine.give_mirror(|encoding, value| self.cpu.vmwrite(encoding, value));
         if shadow.vmcs.is_unnoted() {
             // Nobody would clear it: L1's accesses exit as long as there is no room to note it.
@@ -82,6 +85,7 @@ impl<C: Cpu> Vmx<C> {
             n.machine.take_mirror(|encoding| self.cpu.vmread(encoding));
         }
         shadow.vmcs.give_up_unnoted(&self.cpu, here);
+        // Unnoted, it is cleared when the loop is left: better not to use it.
         self.serve(n, false);
     }
 
@@ -89,12 +93,15 @@ impl<C: Cpu> Vmx<C> {
     fn serve(&mut self, n: &mut Nested, on: bool) {
         let Some(shadow) = &mut n.shadow else { return };
         let on = on && !shadow.vmcs.is_unnoted();
+        // Nothing is written where nothing changes: most runs find it as it was.
         if shadow.serves == on {
             return;
         }
         shadow.serves = on;
+        // While L2 runs vmcs01 lies beside.
         let vmcs01 = if self.cold.of_l1.runs { &n.other } else { &self.vmcs };
         let link = if on { shadow.vmcs.hpa().0 } else { NOWHERE };
+        // The link first: the control without a link would have VMREAD fail.
         vmcs01.set(&self.cpu, fields::VMCS_LINK, link);
         let bit = ProcControls2::SHADOW_VMCS.bits();
         let mut word = vmcs01.get(&self.cpu, fields::PROC_CONTROLS2) & !bit;
@@ -111,6 +118,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(super) fn give_shadow(&mut self, n: &mut Nested) {
         // Before an entry of L1's alone.
+        // L2's own VMREAD exits always: it needs nothing of this.
         if !n.is_served() || !n.machine.is_mirror_due() || n.machine.level() == Level::L2 {
             return;
         }
@@ -121,11 +129,13 @@ impl<C: Cpu> Vmx<C> {
 
     /// Takes over what L1 has written into the shadow VMCS, or as much as an entry looks at.
     pub(super) fn take_shadow(&mut self, n: &mut Nested, for_entry: bool) {
+        // Nothing is read that L1 cannot have written.
         if !n.is_served() || !n.machine.is_mirror_ahead() {
             return;
         }
         if for_entry {
             // What is asked of vmcs01 before another is current.
+            // Known from here on, so that an entry does not load vmcs01 for them once more.
             let _ = self.get(fields::GUEST_SS_RIGHTS);
             let _ = self.get(fields::GUEST_INTERRUPTIBILITY);
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
@@ -134,6 +144,7 @@ impl<C: Cpu> Vmx<C> {
         }
         let here = self.set_aside(n);
         let Some(shadow) = &n.shadow else { return };
+        // Outside the loop each field is read by itself: whatever is current by then.
         let Some(here) = here else {
             let read = |encoding| shadow.vmcs.read_outside(&self.cpu, encoding);
             return n.machine.take_mirror(read);
@@ -151,6 +162,7 @@ impl<C: Cpu> Vmx<C> {
     /// it is loaded again. `None`: outside the loop.
     fn set_aside(&mut self, n: &mut Nested) -> Option<&'static PerCpu> {
         let here = self.vmcs.here()?;
+        // Already: two steps of one instruction may ask for it.
         if n.set_aside {
             return Some(here);
         }
@@ -161,6 +173,7 @@ impl<C: Cpu> Vmx<C> {
         if self.is_logging(n) {
             let _ = self.get(fields::PML_INDEX);
         }
+        // Without VMCLEAR: it stays active, and is the vCPU's again in a moment.
         self.vmcs.unload();
         n.set_aside = true;
         Some(here)
@@ -172,6 +185,7 @@ impl<C: Cpu> Vmx<C> {
         if core::mem::take(&mut n.set_aside)
             && let Some(here) = self.vmcs.here()
         {
+            // By VMPTRLD; what was set meanwhile is written now.
             let _ = self.vmcs.make_current(&self.cpu, here);
             self.vmcs.load(&self.cpu);
         }
@@ -179,6 +193,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The guest may be a hypervisor no longer: nothing of the shadow VMCS is used when its page is freed.
     pub(super) fn drop_shadow(&mut self, n: &mut Nested) {
+        // vmcs01 no longer names it.
         self.serve(n, false);
         if let Some(shadow) = &n.shadow {
             shadow.vmcs.clear_elsewhere();

@@ -11,17 +11,20 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn put_aside<M: L1Memory>(&mut self, n: &mut Nested, gprs: &Gprs, l1: &M) {
+        // Outside VMX operation SMM has nothing to put aside.
         if n.machine.vmxon().is_none() {
             return;
         }
         if n.machine.current().is_some() || n.machine.is_enlightened() {
             self.bring_up_to_date(n, gprs);
             // A saved state has no place for it, as at an exit.
+            // Behind what brings VMCS12 up to date: the copy of the shadow VMCS is whole.
             n.machine.store_shadow(&Memory::new(l1));
         }
         // L1's preemption timer counts on.
         let timer = n.timer;
         // Behind what is read of L2.
+        // L1's VMCS is the vCPU's, whose registers SMM saves.
         self.end_run(n);
         n.machine.put_aside();
         n.timer = timer.filter(|_| n.machine.smm.guest_mode);
@@ -31,6 +34,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn take_back<M: L1Memory>(&mut self, n: &mut Nested, gprs: &mut Gprs, l1: &M) {
+        // Asked for the flag that the SMI left: RSM without one changes nothing here.
         if n.machine.take_back() {
             n.machine.load_shadow(&Memory::new(l1));
             self.resume_l2(n, gprs, &Memory::new(l1));

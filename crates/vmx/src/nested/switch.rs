@@ -20,14 +20,17 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn exchange(&mut self, n: &mut Nested) {
         debug_assert!(self.beside);
         // What was set aside for the shadow VMCS is not loaded, but was: the other one takes its place at once.
+        // By either sign: set aside, or loaded all the time.
         let loaded = core::mem::take(&mut n.set_aside) || self.vmcs.is_loaded();
         // Once in a run of the loop: CR3, CR4 and FS base are the thread's, and both VMCSs need them.
+        // Read of the one that goes, before it is unloaded: they are read once for both.
         let host = (loaded && !core::mem::replace(&mut n.has_host, true)).then(|| {
             (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
         });
         // Read while it is loaded.
         let logged = self.is_logging(n).then(|| self.get(fields::PML_INDEX));
         if loaded {
+            // Lent to the vCPU while it is: the flag goes back to its VMCS.
             self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
             self.vmcs.unload();
             // Its CPU has no note of it: nobody else would clear it later.
@@ -37,6 +40,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // The world switch writes HOST_RSP only where it is another than the VMCS is known to have.
         self.vmcs.host_rsp.set(self.switch.host_rsp);
+        // For both: what was to be flushed for one may have been told to the vCPU while the other ran.
         if self.attention & attention::FLUSH != 0 {
             // It waits for the level that was to run, too.
             self.vmcs.drop_vpid();
@@ -47,15 +51,18 @@ impl<C: Cpu> Vmx<C> {
         // A timer belongs to its VMCS: one that was set for a deadline that nobody watches any more ends each run
         // at its first instruction.
         self.vmcs.timer_runs.set(self.attention & attention::TIMER != 0);
+        // Three words: the cache, the page and what they say of the CPU go along.
         core::mem::swap(&mut self.vmcs, &mut n.other);
         self.switch.host_rsp = self.vmcs.host_rsp.get();
         self.attention &= !attention::TIMER_SET;
+        // A deadline, or a timer that still runs in the VMCS that comes.
         if self.deadline.is_watched() || self.vmcs.timer_runs.get() {
             self.attention |= attention::TIMER;
         }
         if loaded {
             self.load_other(n, host);
         }
+        // Behind the load: the field is the CPU's to change.
         if let Some(index) = logged {
             // Both log into the one page.
             self.set(fields::PML_INDEX, index);
@@ -84,6 +91,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether one of the two VMCSs logs pages.
     pub(super) fn is_logging(&self, n: &Nested) -> bool {
+        // By the cache for the one that is not current: 0 where nothing was written yet.
         let both = self.get(fields::PROC_CONTROLS2)
             | n.other.fields.get(fields::PROC_CONTROLS2).unwrap_or(0);
         ProcControls2::from_bits_retain(both).contains(ProcControls2::PML)
@@ -94,15 +102,18 @@ impl<C: Cpu> Vmx<C> {
     fn load_other(&mut self, n: &Nested, host: Option<(u64, u64, u64)>) {
         let (Some(here), at) = (n.other.here(), n.other.last_cpu()) else { return };
         // It may have run elsewhere last.
+        // Its words are those of a CPU: on another they are all written again.
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }
+        // The first time in its life: constants are in no cache.
         if self.vmcs.make_current(&self.cpu, here) {
             self.write_constants();
         }
+        // By its own flag: VMLAUNCH for the one, VMRESUME for the other.
         self.switch.flags &= !VmxSwitch::LAUNCHED;
         if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
@@ -118,6 +129,7 @@ impl<C: Cpu> Vmx<C> {
     /// What L0 knows of L2 that vmcs02 does not have. vmcs02 is `block`'s.
     pub(super) fn known(block: &Block<'_, C>, efer: u64) -> Known {
         let get = |slot| block.vmcs.get(block.cpu, slot);
+        // The activity and the timer's rest are put in by who knows them.
         Known {
             activity: 0,
             cr0_mask: get(fields::CR0_MASK),
@@ -133,13 +145,16 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn fetch(&mut self, n: &mut Nested, groups: Groups) {
+        // What was set aside for the shadow VMCS is loaded first: the exchange is between two that are.
         self.bring_back(n);
         let looks_in = self.vmcs.is_loaded();
         if looks_in {
             self.exchange(n);
         }
+        // Outside the loop both can be read where they are.
         let vmcs = if looks_in { &self.vmcs } else { &n.other };
         let block = Block { cpu: &self.cpu, vmcs };
+        // By the field, not by the vCPU's word: that is L1's.
         let efer = block.vmcs.get(block.cpu, fields::GUEST_EFER);
         let known = Self::known(&block, efer);
         n.machine.fetch(&block, &known, groups);
@@ -152,6 +167,7 @@ impl<C: Cpu> Vmx<C> {
     /// L1 runs from now on with registers that somebody sets; L2's are lost.
     pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
         self.end_run(n);
+        // Behind `end_run`, which asks who runs.
         n.machine.reset();
         n.timer = None;
     }
@@ -159,11 +175,13 @@ impl<C: Cpu> Vmx<C> {
     /// L1's VMCS is the vCPU's from now on, as it was when L2 was entered.
     pub(super) fn end_run(&mut self, n: &mut Nested) {
         if self.cold.of_l1.runs {
+            // It would be injected into L1.
             self.drop_injection();
             self.cold.of_l1 = OfL1::default();
             self.own();
             self.exchange(n);
             self.stop_timer(n);
+            // What an entry's list left was for that L2.
             n.forget_list();
             // Somebody sets the registers of L1 from now on: what is not known is taken for the guest's own.
             let _ = self.get(fields::GUEST_RSP);

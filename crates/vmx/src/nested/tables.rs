@@ -28,11 +28,13 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
         let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs)?;
         let v = n.machine.vmcs12();
         let offered = n.machine.capabilities.ept_vpid;
+        // By L1's controls: L0's own tree is not asked here.
         if !v.has_own_root() {
             return None;
         }
         let apic = v.apic_access_page().map(Gpa::gfn);
         if !v.has_ept() {
+            // Accesses to one page exit: a tree of L0's own that leaves it out, and is else L1's memory.
             return apic.map(|apic| L1Tables::Flat { apic });
         }
         Some(L1Tables::Ept {
@@ -46,8 +48,10 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     }
 
     fn set_nested_root(&mut self, root: Hpa, tracks: bool) {
+        // Accessed and dirty flags are L0's to track, whether or not L1 has them.
         let flags = if tracks { eptp::ACCESSED_DIRTY } else { 0 };
         let pointer = root.0 | eptp::WRITE_BACK | eptp::LEVELS_4 | flags;
+        // The current VMCS is L2's: who finds the root has just entered it.
         self.set_ept_pointer(pointer);
         if let Some(n) = &mut self.nested {
             n.root = pointer;
@@ -65,6 +69,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
 
     fn nested_page_fault(&self) -> Option<NestedPageFault> {
         let by_tables = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
+        // Without tables of L1's a fault is in L0's own, as with L1.
         self.l1_tables().filter(|_| by_tables)?;
         Some(NestedPageFault::Violation {
             qualification: self.get(fields::EXIT_QUALIFICATION),
@@ -88,6 +93,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
         self.nested.as_ref().is_some_and(|n| {
             let ApicAccess { offset, write, fetch, linear } = access;
             let direction = Direction::write_if(write);
+            // A fetch, or an access without a linear address, is none that the page serves (§30.4).
             linear && !fetch && apic_page::serves(n.machine.vmcs12(), offset, direction)
         })
     }
@@ -105,6 +111,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     }
 
     fn log_dirty(&mut self, at: Gpa, l1: &impl L1Memory) -> bool {
+        // No nesting, no log: the access goes on.
         self.nested.as_mut().is_none_or(|n| {
             page_log::log(n.machine.vmcs12_mut(), at, &Memory::new(l1)) != Logged::Full
         })
@@ -118,6 +125,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
 /// What an exit for an access to the APIC-access page tells (SDM vol. 3C table 28-6).
 const fn qualification_of(access: ApicAccess, delivering: bool) -> u64 {
     let kind = match access {
+        // The order is the manual's: what delivers an event is told as that, whatever it does.
         ApicAccess { linear: false, .. } if delivering => 10,
         ApicAccess { linear: false, .. } => 15,
         _ if delivering => 3,
@@ -132,6 +140,7 @@ impl Nested {
     /// Notes what L1's INVEPT flushes.
     pub(super) fn note_flush(&mut self, what: Invalidation) {
         self.flush_due |= matches!(what, Invalidation::Ept(_) | Invalidation::AllEpt);
+        // Two pointers are as much to note as all of them.
         self.flushed = match (what, self.flushed) {
             (Invalidation::Ept(pointer), L1Flush::None) => L1Flush::Of(pointer),
             (Invalidation::Ept(pointer), L1Flush::Of(noted)) if noted == pointer => {
@@ -165,6 +174,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The EPT pointer of the VMCS that is not current, if the hardware may hold translations made from it.
     pub(crate) fn other_root(&self) -> Option<u64> {
+        // One that both have is flushed once.
         let other = self.nested.as_ref()?.other.fields.get(fields::EPT_POINTER)?;
         // With 0 no entry was ever made.
         (other != 0 && Some(other) != self.vmcs.fields.get(fields::EPT_POINTER)).then_some(other)
@@ -185,9 +195,11 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Outside;
         }
         let limits = self.nested_limits();
+        // EAX and ECX alone, also in 64-bit mode.
         let (eax, ecx) = (gprs.0[RAX] as u32, gprs.0[RCX] as u32);
         let switch = n.machine.vmfunc(eax, ecx, &limits, &memory);
         if memory.has_missed() {
+            // Read as missing, the list makes an exit: not here, where it may be there.
             return Executed::Outside;
         }
         match switch {
@@ -195,6 +207,7 @@ impl<C: Cpu> Vmx<C> {
             Switch::Ept(_) => Executed::Switched,
             Switch::Undefined => Executed::Fault(Exception::ud()),
             Switch::Exit => {
+                // The hardware's report of VMFUNC: no register is in it.
                 let report = Report::of(&Block { cpu: &self.cpu, vmcs: &self.vmcs });
                 self.leave_l2(n, gprs, &report, &memory)
             }
@@ -212,6 +225,7 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let told = self.get(fields::EXIT_QUALIFICATION);
         // The fault may be one that software met: the VMCS tells of another exit then.
+        // The emulator walks the same tables: what it meets has no qualification of the hardware's.
         let by_fault = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
         let (reason, mut qualification) = match why {
             TablesRefuse::LogFull => {
@@ -227,6 +241,7 @@ impl<C: Cpu> Vmx<C> {
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }
             TablesRefuse::Violation(q) => (ExitReason::EptViolation, q),
+            // No qualification: the misconfiguration is in the tables (§28.2.1).
             TablesRefuse::Npf(_) | TablesRefuse::Misconfiguration => {
                 (ExitReason::EptMisconfiguration, 0)
             }
@@ -238,10 +253,12 @@ impl<C: Cpu> Vmx<C> {
                 linear = Some(block.get(field::GUEST_LINEAR_ADDRESS));
             } else {
                 // An access by the emulator: nobody has kept where it was.
+                // Both bits: without an address it says nothing of which access it was.
                 qualification &= !(ept_violation::LINEAR_VALID | ept_violation::FINAL);
             }
         }
         let mut report = Report::plain(reason, qualification);
+        // Always valid: the physical address is what the tables were asked for (§28.2.1).
         (report.linear, report.physical) = (linear, Some(at.0));
         self.tell_undelivered(&mut report, undelivered);
         self.leave_l2(n, gprs, &report, &Memory::new(l1))

@@ -36,6 +36,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn timer_is_due(&mut self) -> bool {
+        // On L1's TSC, which both levels' times are told in.
         let now = self.guest_tsc_now();
         now >= self.cold.of_l1.timer
     }
