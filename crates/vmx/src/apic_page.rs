@@ -42,6 +42,7 @@ impl ApicPage {
 
     /// Sets a register.
     pub fn set(&self, register: u32, value: u32) {
+        // Eight bytes: the CPU reads an x2APIC register as a whole, so that what lies above has to be 0.
         self.at(register).store(value.into(), Relaxed);
     }
 
@@ -59,6 +60,7 @@ impl ApicPage {
 
     /// The set that begins at a register: eight of 32 bits, sixteen bytes apart.
     #[inline]
+    // Registers of a set are 16 bytes apart, and have 32 bits each: two of them make a word of ours.
     fn vectors(&self, first: u32) -> VectorWords {
         let word = |n: u32| {
             let low = self.at(first + n * 0x20).load(Relaxed) & 0xffff_ffff;
@@ -107,6 +109,7 @@ impl ApicPage {
             in_service: self.in_service(),
             tpr: self.tpr(),
         };
+        // The priority stays, for MOV from CR8, which reads it here in any case.
         self.fill(&Interrupts { tpr: state.tpr, ..Interrupts::default() });
         state
     }
@@ -129,6 +132,7 @@ impl ApicPage {
     pub fn request(&self, vectors: &VectorWords) -> Option<u16> {
         for (new, at) in vectors.iter().zip((reg::IRR..).step_by(0x20)) {
             if *new != 0 {
+                // Both halves: a store that changes nothing is cheaper than to ask.
                 for (half, at) in [(*new & 0xffff_ffff, at), (*new >> 32, at + 0x10)] {
                     let word = self.at(at);
                     word.store(word.load(Relaxed) | half, Relaxed);
@@ -144,6 +148,7 @@ impl ApicPage {
 
     /// The guest interrupt status: RVI, and SVI above it.
     #[inline]
+    // SVI is the highest in service, RVI the highest request: the CPU compares these and not the page (SDM vol. 3C §30.1.1).
     pub fn status(&self) -> u16 {
         u16::from(self.highest(reg::ISR)) << 8 | u16::from(self.highest(reg::IRR))
     }
@@ -153,6 +158,7 @@ impl ApicPage {
     pub fn delivers(&self, more: u8) -> bool {
         // As the CPU evaluates what is pending (SDM vol. 3C §30.2.1).
         let request = self.highest(reg::IRR).max(more);
+        // The whole TPR against the whole vector: the lower halves do not decide, since the classes alone are compared below.
         let priority = self.highest(reg::ISR).max(self.tpr());
         request >> 4 > priority >> 4
     }

@@ -46,6 +46,7 @@ const EOI_EXITS: [Slot<u64, ReadWrite>; 4] =
 impl<C: Cpu> Vmx<C> {
     fn pass_apic_msrs(&self, on: bool) {
         for msr in READABLE.into_iter().flat_map(|(first, last)| first..=last) {
+            // Writes exit: the CPU would write any but three of them to the host's APIC.
             self.msr_map().intercept(msr, Directions::READS.when(!on) | Directions::WRITES);
         }
         for msr in WRITABLE {
@@ -90,6 +91,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     #[inline]
     fn can_serve(&self) -> bool {
         // L2's VMCS knows nothing of L1's interrupts.
+        // So an L1 in VMX operation does without it, also while it runs itself.
         self.features.apicv && !self.is_hypervisor()
     }
 
@@ -106,6 +108,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     fn serve(&mut self, state: &Interrupts, reported: &VectorWords) {
         self.apic_page.fill(state);
         self.report_eois(reported);
+        // Nobody has run since it was taken back: the page alone is stale.
         // Behind the page, from which it follows.
         self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
         self.attend_to_requests();
@@ -119,11 +122,13 @@ impl<C: Cpu> ServedApic for Vmx<C> {
 
     /// One VMWRITE, or none for what has to wait for a higher one.
     fn request(&mut self, vectors: &VectorWords, reported: &VectorWords) {
+        // Before the request, whose end the CPU may find to be one that exits.
         self.report_eois(reported);
         if let Some(status) = self.apic_page.request(vectors) {
             self.set(fields::GUEST_INTERRUPT_STATUS, status);
         }
         // Something is requested now.
+        // The field of the VMCS may still name a shadow that is over: the CPU would hold the request back.
         if self.shadow_over.get() {
             self.attention |= attention::SHADOW;
         }
@@ -148,6 +153,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
         if core::mem::replace(&mut self.serving, Serving::No) == Serving::No {
             return;
         }
+        // Off before the maps: without the control an access that passes would reach the host's APIC.
         self.change_proc2(APICV, false);
         self.pass_apic_msrs(false);
     }

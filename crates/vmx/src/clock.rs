@@ -26,6 +26,7 @@ impl<C: Cpu> Clock for Vmx<C> {
         if self.tsc_ratio != ratio && self.features.tsc_scaling {
             self.set_tsc_ratio(ratio);
         }
+        // The VMCS that is loaded is L2's: L1's offset goes into the other one.
         if self.cold.of_l1.runs {
             return self.move_tsc_behind_l2();
         }
@@ -53,10 +54,12 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn set_tsc_ratio(&mut self, ratio: u64) {
         self.tsc_ratio = ratio;
+        // The deadline is a time of the guest's TSC: how far away it is goes by the ratio.
         self.deadline.set_ratio(ratio);
         let (multiplier, scales) = (ratio << MULTIPLIER_SHIFT, ratio != TSC_RATIO_ONE);
         // With an L2 that has a TSC of its own this is not L1's.
         self.set(fields::TSC_MULTIPLIER, self.current_tsc().multiplier);
+        // Off at the ratio 1: a CPU that does not multiply is quicker at RDTSC.
         self.change_proc2(ProcControls2::TSC_SCALING, scales);
         self.behind_l2(|cpu, vmcs01| {
             vmcs01.set(cpu, fields::TSC_MULTIPLIER, multiplier);
@@ -94,6 +97,7 @@ impl<C: Cpu> Vmx<C> {
         let ticks = if self.cold.of_l1.timer != 0 {
             self.ticks_of_both()
         } else if !self.deadline.is_set() {
+            // No deadline any more: the longest time, written once, and the bit goes.
             self.attention &= !attention::TIMER;
             LONGEST
         } else {
@@ -103,9 +107,11 @@ impl<C: Cpu> Vmx<C> {
                 // L2 is entered all the same: what the entry injects is delivered first, and an exit that comes of it
                 // comes before the one for the timer.
                 None if self.cold.of_l1.runs => 0,
+                // The guest is not entered for nothing: the deadline is answered in the loop.
                 None => return false,
             }
         };
+        // An entry takes place: the count of those that did not begins anew.
         self.deadline.not_entered = 0;
         self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
         true
@@ -117,12 +123,14 @@ impl<C: Cpu> Vmx<C> {
     fn ticks_of_both(&mut self) -> u64 {
         let now = self.guest_tsc_now();
         let scaled = self.tsc_ratio != TSC_RATIO_ONE;
+        // The last tick before: it has come when the TSC is beyond that.
         let of_l1 = self.cold.of_l1.timer.wrapping_sub(1);
         // L1's time has come: the entry ends at once, behind what it injects.
         let of_l1 = self.deadline.ticks_until(of_l1, now, scaled).unwrap_or(0);
         if !self.deadline.is_set() {
             return of_l1;
         }
+        // Whichever comes first ends the run; which of them it was the TSC tells behind the exit.
         self.deadline.ticks(now, scaled).unwrap_or(0).min(of_l1)
     }
 
@@ -141,6 +149,7 @@ impl<C: Cpu> Vmx<C> {
         } else {
             ExitReason::PreemptionTimer
         };
+        // As if the CPU had told it: what reads the reason does not know of entries that did not take place.
         self.vmcs.fields.learn(fields::EXIT_REASON, reason.0.into());
     }
 }
@@ -163,6 +172,7 @@ impl<C: Cpu> DeadlineWatch for Vmx<C> {
     /// The VMCS is loaded, and the entry is near.
     #[inline]
     fn watch_from(&mut self, deadline: u64, now: u64) {
+        // Set without a comparison: who calls has read the TSC, and writes the timer anyway.
         self.deadline.set(deadline);
         // L1's timer may come before.
         let is_alone = self.cold.of_l1.timer == 0;
@@ -174,11 +184,13 @@ impl<C: Cpu> DeadlineWatch for Vmx<C> {
         };
         // Not by the cache: the CPU counts, and the field has no value that would be known.
         self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
+        // Set for this very entry: `ensure_timer` does not read the TSC again.
         self.attention |= attention::TIMER | attention::TIMER_SET;
     }
 
     #[inline]
     fn is_due(&mut self) -> bool {
+        // No RDTSC for a guest without a deadline.
         if !self.deadline.is_set() {
             return false;
         }

@@ -28,11 +28,13 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn init_control(&mut self) {
         self.pass_live_msrs();
         let features = *self.features;
+        // What the CPU fixes, with what every guest starts with ([`Features::read`](crate::Features)).
         self.set(fields::PIN_CONTROLS, features.pin.base.bits());
         self.set(fields::PROC_CONTROLS, features.primary.base.bits());
         self.set(fields::PROC_CONTROLS2, features.secondary.base.bits());
         self.set(fields::EXIT_CONTROLS, features.exit.base.bits());
         self.set(fields::ENTRY_CONTROLS, features.entry.base.bits());
+        // What the guest may not keep to itself: it would stop the machine, or is emulated.
         self.set(fields::EXCEPTION_BITMAP, Exceptions::ALWAYS.bits());
         // With both 0 the bit of #PF in the bitmap decides alone (SDM vol. 3C §25.6.3).
         self.set(fields::PAGE_FAULT_MASK, 0);
@@ -47,9 +49,11 @@ impl<C: Cpu> Vmx<C> {
             // An entry of a guest with PAE paging checks them (SDM vol. 3C §27.3.1.6).
             self.set_entries([0; 4]);
         }
+        // The index counts down: 511 is an empty log (§29.3.6).
         if self.page_log.is_some() {
             self.set(fields::PML_INDEX, PageLog::EMPTY);
         }
+        // Registers last: what they are written to follows from the controls.
         self.reset(Reset::PowerUp);
     }
 
@@ -58,6 +62,7 @@ impl<C: Cpu> Vmx<C> {
     /// [`Vmx::write_constants`]: crate::Vmx
     pub(crate) fn write_optional_constants(&self) {
         let secondary = self.features.secondary.base;
+        // Fields that a CPU does not have fail at VMWRITE, and the failure would be counted as a mistake of ours.
         if secondary.contains(ProcControls2::PAUSE_LOOP) {
             let (gap, window) = PLE;
             self.cpu.vmwrite(field::PLE_GAP.encoding(), gap.into());
@@ -72,9 +77,11 @@ impl<C: Cpu> Vmx<C> {
             self.cpu.vmwrite(field::ENCLS_EXIT_BITMAP.encoding(), u64::MAX);
         }
         if let Some(log) = &self.page_log {
+            // Written once: the page is the vCPU's for life, and both of its VMCSs log into it.
             self.cpu.vmwrite(field::PML_ADDRESS.encoding(), log.hpa().0);
         }
         let may = x86::vmcs::capability::Allowed(self.features.nested_host.secondary).may();
+        // By what the CPU may do: what a VMM will offer its L1 is not known yet.
         if self.features.nested && may & ProcControls2::VMFUNC.bits() != 0 {
             // Every VM function of L2's exits.
             self.cpu.vmwrite(field::VM_FUNCTION_CONTROLS.encoding(), 0);
@@ -97,6 +104,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears secondary processor-based controls.
     pub(crate) fn change_proc2(&self, bits: ProcControls2, on: bool) {
         let old = self.get(fields::PROC_CONTROLS2);
+        // Only what is really in the VMCS is kept: controls that L0 carries out itself are not in that word.
         let kept = self.cold.of_l1.secondary & bits.bits();
         let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS2, new);
@@ -107,12 +115,14 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(crate) fn watch_tables(&self, on: bool) {
         // L2's instructions do not concern what vmcs01 knows of L1.
+        // While L2 runs the word is L2's, where the watch means nothing.
         let watched = self.cold.tables.watches() && !self.cold.of_l1.runs;
         self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on || watched);
     }
 
     /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
     pub(crate) fn intercept_debug_regs(&mut self) {
+        // The guest's first access exits, so that the registers are loaded for those who use them.
         self.change_proc(ProcControls::MOV_DR, self.cold.debug.exits());
     }
 
@@ -131,6 +141,7 @@ impl<C: Cpu> Vmx<C> {
     /// Makes anew what the level that runs owns: what L0 leaves it, and in L2 L1 too.
     pub(crate) fn own(&mut self) {
         let Owned { cr0, cr4 } = Owned::of(self.paging, &self.cold.limits);
+        // Bits of L1's are not L2's to change without an exit, whoever owned them before.
         self.owned = Owned { cr0: cr0 - self.cold.of_l1.cr0, cr4: cr4 - self.cold.of_l1.cr4 };
     }
 
@@ -140,8 +151,10 @@ impl<C: Cpu> Vmx<C> {
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
         self.own();
+        // A mask has ones for what the guest does not own (§25.6.6).
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
+        // Written back in the new place: what was in the register goes to the shadow, or the other way round.
         self.set_cr0(cr0);
         self.set_cr4(cr4);
     }
@@ -151,11 +164,13 @@ impl<C: Cpu> Vmx<C> {
         let features = *self.features;
         // Its writes exit: the value is lent to the CPU, and has to be known.
         self.msr_map().intercept(
+            // Reads need no exit: the value is in the CPU while the guest runs.
             msr::TSC_AUX,
             Directions::READS.when(!(tsc_aux && features.rdtscp)) | Directions::WRITES,
         );
         self.watch_sysenter();
         self.pass_speculation();
+        // Without the control the instruction is #UD: a guest that was not offered it has to get that.
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
         }
@@ -173,18 +188,23 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.change_ownership(|this| this.cold.limits = limits);
         self.update_passthrough();
         self.sync_extended();
+        // Behind the limits: they say whether the guest may be a hypervisor.
         self.follow_nesting();
+        // Last: the map of L1 has changed, from which L2's was made.
         self.close_msrs_of_l2();
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> Directions) {
         // The filter of before may have closed them: everything is made anew.
+        // Open first, then the filter: a filter can only close.
         self.pass_live_msrs();
+        // Kept, for whoever opens these later by another rule, and for L1's lists, which are asked in no map.
         self.cold.speculation_denied = SPECULATION.map(&denied);
         self.cold.listed_denied = LISTED.map(&denied);
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
+            // With what exits anyway: a filter that allows does not open.
             let exits = self.msr_map().intercepted(msr);
             self.msr_map().intercept(msr, exits | denied(msr));
         }
@@ -196,14 +216,17 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.cold.fewer = exits;
         let when = |given_up, bits| if given_up { bits } else { ProcControls::empty() };
         let waits = when(exits.mwait, ProcControls::MWAIT | ProcControls::MONITOR);
+        // Off for good: what a VMM has given up it does not take back.
         self.change_proc(when(exits.hlt, ProcControls::HLT) | waits, false);
         if exits.pause {
             self.change_proc2(ProcControls2::PAUSE_LOOP, false);
         }
+        // Residency counters pass with the C-states, and only then.
         self.pass_live_msrs();
     }
 
     fn set_guest_debug(&mut self, asked: DebuggerWants) {
+        // Before the pending step is matched: it is looked at there.
         self.cold.debugger_steps = asked.steps;
         self.match_pending_step();
         let bit = Exceptions::BP.bits();
@@ -212,6 +235,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         let kept = self.cold.of_l1.exceptions & bit;
         let wanted = if asked.breakpoints { bit } else { 0 };
         self.set(fields::EXCEPTION_BITMAP, old | kept | wanted);
+        // vmcs01 has no wish of L1's: there the bit is the debugger's alone.
         self.behind_l2(|cpu, vmcs01| {
             let old = vmcs01.get(cpu, fields::EXCEPTION_BITMAP) & !bit;
             vmcs01.set(cpu, fields::EXCEPTION_BITMAP, old | wanted);

@@ -34,11 +34,13 @@ use crate::{
 impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn may_run_on(&self, here: usize) -> bool {
         // The other VMCS too: an exchange in the loop loads it here.
+        // The other one has nothing of a guest that never was a hypervisor: its CPU need not be asked.
         self.vmcs.may_run_on(here)
             && (!self.beside || self.nested.as_ref().is_none_or(|n| n.may_run_on(here)))
     }
 
     fn release_elsewhere(&mut self) {
+        // Interrupts are on here: the other CPU is waited for.
         self.vmcs.clear_elsewhere();
         if let Some(n) = &self.nested {
             n.clear_elsewhere();
@@ -59,18 +61,22 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
             return;
         };
         // Before VMPTRLD: the fields are noted, and written with all others.
+        // The host's state is of a CPU, and of one time that VMX was on there.
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
+        // The vCPU, not the VMCS: one of its two may have stayed here while the other ran elsewhere.
         if self.cold.last_at != at {
             self.forget_at(at);
         }
+        // VPIDs are a CPU's own: one of elsewhere names what is somebody else's here.
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }
         if self.beside
             && let Some(n) = &mut self.nested
         {
+            // Both VMCSs need the thread's words; the other one gets them when it is loaded in the loop.
             n.has_host = false;
             if n.may_use_shadow() && !self.cold.of_l1.runs {
                 self.ready_shadow(at, here);
@@ -87,6 +93,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
         }
+        // An exit loads no LDTR: what the process has is put back behind the loop.
         // A process that has an LDT may change it under this thread.
         if hostcpu::uses_ldt() {
             self.host.read_selectors(&mut self.cpu);
@@ -99,6 +106,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         // Behind the host's fields: those that changed are written in one go.
         self.vmcs.load(&self.cpu);
         // Another guest may have trained the predictors that this one's branches would use.
+        // Predictors know no VMCS: between two vCPUs of one VM they are flushed, too, as in stock KVM.
         if here.last_vcpu.load(Relaxed) != self.cold.id {
             here.last_vcpu.store(self.cold.id, Relaxed);
             if hostcpu::ibpb_on_switch() {
@@ -117,6 +125,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         self.kernel_gs_base.enter(self.host.user_gs_base);
         self.kernel_gs_base.sync(&mut self.cpu);
         // An exit clears DEBUGCTL (SDM vol. 3C §28.5.1), and the host may trace branches.
+        // The host's value is read each time: perf and ptrace change it.
         self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
         if self.features.spec_ctrl {
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
@@ -139,18 +148,22 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
             self.attention &= !attention::OFF;
             return;
         }
+        // While VMREAD still reaches the VMCS.
         self.know_for_outside();
+        // A fault of the kernel's would overwrite it from here on.
         self.cr2 = self.cpu.cr2();
         self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
         self.kernel_gs_base.read_back(&mut self.cpu);
         // Before the selectors are loaded: see `load_host_selectors`.
         self.kernel_gs_base.leave(&mut self.cpu, self.host.user_gs_base);
+        // Before anything of the kernel's may use XSAVE.
         if self.cold.extended.is_loaded() {
             self.unload_extended();
         }
         if self.cold.debug.owned() {
             self.save_debug_regs();
         }
+        // Counters run again before the host's work is counted.
         if self.cold.perf_stopped {
             hostcpu::perf_leave();
         }
@@ -159,7 +172,9 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if self.cold.host_debugctl != 0 {
             self.cpu.wrmsr(msr::DEBUGCTL, self.cold.host_debugctl);
         }
+        // An exit leaves DR7 without breakpoints and the GDT's limit at 64 KiB (§28.5): the kernel has others.
         hostcpu::left_vmx();
+        // Behind KERNEL_GS_BASE, and before interrupts: the kernel's own GS is in place all the time.
         self.restore_selectors();
         if let Some(here) = self.vmcs.here() {
             match onward {
@@ -173,6 +188,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
 
     /// The kernel may fault on an address of its own; CR2 is the guest's.
     fn host_segments(&mut self) {
+        // Of what an exit leaves the guest's this is what kernel code may change.
         self.cr2 = self.cpu.cr2();
     }
 
@@ -198,8 +214,10 @@ impl<C: Cpu> Turn for Vmx<C> {
     #[inline]
     fn enter(&mut self, gprs: &mut Gprs) {
         self.put_rsp(gprs);
+        // One comparison in nearly every entry.
         if self.attention != 0 {
             // Alone in most entries of a guest with a deadline: the cold function is not called for it.
+            // Its own condition first: a deadline that has come makes the rest superfluous.
             if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
                 return self.exit_for_deadline();
             }
@@ -209,12 +227,14 @@ impl<C: Cpu> Turn for Vmx<C> {
             }
         }
         let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
+        // All of the changing group by one store. Also where the entry failed: the fields are read again, once.
         self.vmcs.fields.forget();
         // The guest has run: what the VMCS says counts again.
         self.shadow_over.set(false);
         if !entered {
             return self.refuse();
         }
+        // Not by the cache, which has just forgotten it: this read is always needed.
         let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
         self.vmcs.fields.learn(fields::EXIT_REASON, raw);
         let reason = raw as u32;
@@ -225,12 +245,14 @@ impl<C: Cpu> Turn for Vmx<C> {
                 self.end_injection();
             }
         }
+        // RSP is in the VMCS: the world switch neither loads nor saves it.
         if exits::needs_rsp(reason) {
             self.look_after_exit(reason, gprs);
         }
     }
 
     #[inline(always)]
+    // Straight from the kept word: no look-up whether it is known.
     fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
         let reason = answer.backend().raw();
         // An entry that failed has bits that no reason has.
@@ -277,6 +299,7 @@ impl<C: Cpu> Turn for Vmx<C> {
 
     #[inline]
     fn retire(&mut self, next_rip: u64) {
+        // The field has the shadow of before the instruction: that it is over is noted, and spares a VMWRITE.
         self.set(fields::GUEST_RIP, next_rip);
         self.shadow_over.set(true);
         if self.serving != Serving::No {
@@ -290,6 +313,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn wrapped(&self, next: u64) -> u64 {
+        // CS.L in IA-32e mode alone: else RIP wraps at 32 bits.
         let long = self.efer.is_long() && self.code_attributes() & attr::L != 0;
         if long { next } else { next & 0xffff_ffff }
     }
@@ -297,6 +321,7 @@ impl<C: Cpu> Vmx<C> {
     /// Makes what was made from its TDP tables be forgotten, whatever the VPID.
     #[inline(never)]
     fn forget_tdp(&mut self) {
+        // Combined translations go by the EPT pointer: which VPID they are under does not matter (§29.4.3.1).
         if self.features.invept_single {
             self.cpu.invept(invept::SINGLE, self.get(fields::EPT_POINTER));
             // L1 and L2 may both have translations from before.
@@ -304,6 +329,7 @@ impl<C: Cpu> Vmx<C> {
                 self.cpu.invept(invept::SINGLE, other);
             }
         } else {
+            // Where single contexts cannot be named, all go.
             self.cpu.invept(invept::ALL, 0);
         }
     }
@@ -312,15 +338,18 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn attend(&mut self) -> bool {
+        // Before anything is changed: an entry that does not take place leaves its work for the next.
         if self.attention & (attention::OFF | attention::INTERPRET) != 0 {
             return false;
         }
+        // Linear translations first, then those of the tables: either order would do, since the guest does not run.
         if self.attention & attention::FLUSH != 0 {
             self.attention &= !attention::FLUSH;
             self.vmcs.forget_translations(&self.cpu, &self.features);
         }
         if self.attention & attention::FLUSH_TDP != 0 {
             self.attention &= !attention::FLUSH_TDP;
+            // Without EPT the bit stands for nothing: `flush_tdp` asks for the other one there.
             if self.features.ept {
                 self.forget_tdp();
             }
@@ -331,16 +360,20 @@ impl<C: Cpu> Vmx<C> {
             // Injected where the guest can take it at this entry; else the window tells when it can.
             // As an entry demands of an injected interrupt (SDM vol. 3C §27.3.1.4, §27.3.1.5).
             let open =
+                // An event of its own goes first: an entry injects one.
                 !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
             if open {
+                // What the field says of a shadow that is over would have the entry refused.
                 self.clear_ended_shadow();
                 self.offer = Offer { vector: None, taken: true };
                 self.attention = (self.attention & !attention::OFFER) | attention::INJECT;
                 let info = event::VALID | event::INTR | u32::from(vector.0);
                 self.set(fields::ENTRY_INTERRUPTION, info);
             }
+            // Closed again where it is injected now: a window without a purpose ends each run at once.
             self.open_window(!open);
         }
+        // Behind the offer, which ends the shadow itself where it can.
         if self.attention & attention::SHADOW != 0 {
             self.end_shadow_for_request();
         }
@@ -354,6 +387,7 @@ impl<C: Cpu> Vmx<C> {
     /// The valid bit of what was injected is clear after an exit (SDM vol. 3C §28.2).
     #[cold]
     #[inline(never)]
+    // Only in the cache: the CPU has cleared the bit already.
     fn end_injection(&mut self) {
         self.attention &= !attention::INJECT;
         let injected = self.get(fields::ENTRY_INTERRUPTION);
@@ -364,6 +398,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn look_after_exit(&mut self, reason: u32, gprs: &mut Gprs) {
         gprs.0[RSP] = self.get(fields::GUEST_RSP);
+        // A failed entry has no exit's fields: what they hold is of the exit before.
         if reason & ENTRY_FAILURE == 0 {
             self.take_exit_events(reason);
         }
@@ -372,6 +407,7 @@ impl<C: Cpu> Vmx<C> {
     /// The entry failed without an exit, or could not be tried: nothing of the guest has changed.
     #[cold]
     #[inline(never)]
+    // As the CPU would say it: who decodes the exit need not know that nothing was tried.
     fn refuse(&mut self) {
         if self.attention & (attention::OFF | attention::INTERPRET) == attention::INTERPRET {
             return self.vmcs.fields.learn(fields::EXIT_REASON, INVALID_STATE.into());
@@ -382,6 +418,7 @@ impl<C: Cpu> Vmx<C> {
         } else {
             0
         };
+        // A reason that no CPU has.
         self.vmcs.fields.learn(fields::EXIT_REASON, u64::from(exits::NOT_ENTERED));
     }
 
@@ -389,13 +426,16 @@ impl<C: Cpu> Vmx<C> {
     /// much.
     #[inline]
     fn know_for_outside(&self) {
+        // In the loop it is a VMREAD; outside it is a VMPTRLD at worst.
         let reason = self.get(fields::EXIT_REASON);
+        // RIP is known only if somebody has decoded: then it was a device's address.
         if reason == u32::from(ExitReason::EptViolation.0)
             && self.vmcs.fields.get(fields::GUEST_RIP).is_none()
         {
             // Memory, then, and not a device: the table is filled, and that is all.
             return;
         }
+        // IF, for whoever looks whether an interrupt can be taken.
         let _ = self.get(fields::GUEST_RFLAGS);
         if reason == u32::from(ExitReason::Io.0) {
             let _ = self.get(fields::GUEST_RIP);

@@ -27,6 +27,7 @@ const SLOW_PREEMPTION_TIMER: [u32; 9] = [
 
 /// Whether the VMX-preemption timer of a CPU with this CPUID.1:EAX cannot be relied on.
 pub(crate) fn preemption_timer_is_slow(signature: u32) -> bool {
+    // The other bits do not tell one erratum's CPU from another's.
     SLOW_PREEMPTION_TIMER.contains(&(signature & SIGNATURE))
 }
 

@@ -23,6 +23,7 @@ use crate::{
 pub(crate) const NOT_ENTERED: u32 = u32::MAX;
 
 const fn bit(reason: ExitReason) -> u64 {
+    // All reasons that are listed so lie below 64.
     1 << reason.0
 }
 
@@ -62,6 +63,7 @@ const INSIDE_DELIVERY: u64 = bit(ExitReason::ExceptionOrNmi)
 /// Whether an exit's handling may look at RSP.
 #[inline(always)]
 pub(crate) fn needs_rsp(reason: u32) -> bool {
+    // A failed entry, and what lies beyond the word, is looked at.
     reason >= u64::BITS || WITHOUT_RSP & (1 << reason) == 0
 }
 
@@ -86,6 +88,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::ApicWrite => Exit::IllegalSelfIpi,
             ExitReason::NmiWindow => Exit::NmiWindow,
             ExitReason::Pause => Exit::Pause,
+            // Both ask that caches be written back, and neither may throw away what is the host's.
             ExitReason::Wbinvd | ExitReason::Invd => Exit::CacheFlush,
             ExitReason::Xsetbv => Exit::Xsetbv,
             ExitReason::DrAccess => self.dr_access(),
@@ -95,14 +98,17 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::GdtrIdtr => Exit::GdtrIdtr,
             ExitReason::LdtrTr => Exit::LdtrTr,
             ExitReason::Invlpg => Exit::Invlpg(Some(Gva(self.get(fields::EXIT_QUALIFICATION)))),
+            // Under EPT the guest has it without an exit, or #UD.
             ExitReason::Invpcid if self.paging.shadow => Exit::Invpcid,
             ExitReason::TripleFault => Exit::Shutdown,
             // Signals of the host's, which takes them outside.
             ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
                 Exit::HostSignal
             }
+            // The log is handed over, and the write is made again: none of it has happened.
             ExitReason::PmlFull => Exit::PageLogFull,
             ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
+            // Told apart by nobody: both are idle, and MONITOR alone does nothing here.
             ExitReason::Mwait | ExitReason::Monitor => Exit::Mwait,
             ExitReason::Vmclear
             | ExitReason::Vmlaunch
@@ -115,6 +121,7 @@ impl<C: Cpu> Vmx<C> {
             | ExitReason::Vmxon
             | ExitReason::Invept
             | ExitReason::Invvpid => Exit::Virtualization,
+            // Offered to no guest, or taken away by its CPUID: what the CPU would say without VMX.
             ExitReason::Getsec
             | ExitReason::Invpcid
             | ExitReason::Rdtscp
@@ -124,12 +131,14 @@ impl<C: Cpu> Vmx<C> {
             | ExitReason::Xrstors
             | ExitReason::Umwait
             | ExitReason::Tpause => Exit::Undefined,
+            // A reason of a CPU that is newer than this table, and of a control that is off: told to user space.
             ExitReason(raw) => Exit::Unknown(raw.into()),
         }
     }
 
     /// SDM vol. 3C table 28-2.
     fn task_switch(&self) -> Exit {
+        // Bits 31:30 say by what; the selector has the lower sixteen.
         let info = self.get(fields::EXIT_QUALIFICATION);
         let source = match info >> 30 & 3 {
             0 => TaskSource::Call,
@@ -149,6 +158,7 @@ impl<C: Cpu> Vmx<C> {
             gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
             write: info & WRITE != 0,
             fetch: info & FETCH != 0,
+            // Bits 5:3: what the entries of all levels allow together.
             // Any right says that an entry was there: what is missing is a permission.
             present: info & (READABLE | WRITABLE | EXECUTABLE) != 0,
             reserved: false,
@@ -205,12 +215,14 @@ impl<C: Cpu> Vmx<C> {
 
     fn exception(&self) -> Exit {
         let info = self.get(fields::EXIT_INTERRUPTION);
+        // NMIs first: with them the vector says nothing more.
         if info & event::TYPE == event::NMI {
             return Exit::Nmi;
         }
         let raised = Vector((info & event::VECTOR) as u8);
         match raised.0 {
             // The others are the guest's own.
+            // Without EPT each one exits, and the guest's tables say whose it is.
             vector::PF if self.paging.shadow => Exit::PageFault(PageFault {
                 address: Gva(self.get(fields::EXIT_QUALIFICATION)),
                 code: self.get(fields::EXIT_ERROR_CODE),
@@ -230,9 +242,11 @@ impl<C: Cpu> Vmx<C> {
     /// Right after an exit that is no plain instruction: an NMI is the host's, at once, for it
     /// blocks further ones; and a fault of the guest's IRET has not ended its own handling.
     pub(crate) fn take_exit_events(&mut self, reason: u32) {
+        // Only these exits tell of NMIs that an IRET has unblocked (§28.2.3).
         let reblock = match ExitReason::of(reason) {
             ExitReason::ExceptionOrNmi => {
                 let info = self.get(fields::EXIT_INTERRUPTION);
+                // The exit has blocked NMIs: none of the host's gets lost while it is handled.
                 if info & event::TYPE == event::NMI {
                     return self.cpu.host_nmi();
                 }
@@ -249,6 +263,7 @@ impl<C: Cpu> Vmx<C> {
             self.get(fields::IDT_VECTORING);
         }
         // With an event in delivery the bit is undefined (SDM vol. 3C §28.2.2).
+        // The field as it stands behind the exit: IRET has cleared it.
         if reblock && self.get(fields::IDT_VECTORING) & event::VALID == 0 {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state | interruptibility::NMI);
@@ -271,6 +286,7 @@ impl<C: Cpu> Exits for Vmx<C> {
 
     fn exit(&self) -> Exit {
         let field = self.get(fields::EXIT_REASON);
+        // A failed entry has a basic reason of its own; machine checks are the host's all the same.
         if field & ENTRY_FAILURE != 0 {
             return if ExitReason::of(field) == ExitReason::MachineCheck {
                 Exit::MachineCheck
@@ -294,6 +310,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     }
 
     fn exit_raw(&self) -> [u64; 3] {
+        // For KVM_EXIT_FAIL_ENTRY: there the number is the VM-instruction error, as stock KVM fills it in.
         let reason = match self.get(fields::EXIT_REASON) {
             // User space is told the VM-instruction error in the place of a reason.
             NOT_ENTERED => self.refused,
@@ -304,6 +321,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     }
 
     fn exit_record(&self) -> (u64, [u64; 2], u32, u32) {
+        // What the field had at an exit before is no event of this one's.
         let reason = self.get(fields::EXIT_REASON);
         let vectoring =
             if self.was_delivering() { u64::from(self.get(fields::IDT_VECTORING)) } else { 0 };
@@ -314,6 +332,7 @@ impl<C: Cpu> Exits for Vmx<C> {
 
     #[inline]
     fn was_delivering(&self) -> bool {
+        // The reason first: at other exits the field is undefined, and reading it is a VMREAD for nothing.
         may_be_inside_delivery(self.get(fields::EXIT_REASON))
             && self.get(fields::IDT_VECTORING) & x86::vmcs::event::VALID != 0
     }
@@ -334,6 +353,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     /// Whether the guest's state is one that an entry refuses.
     #[inline]
     fn is_interpreted(&self) -> bool {
+        // Either it was known before the entry, or the CPU has said so.
         self.paging.shadow
             && (self.attention & attention::INTERPRET != 0
                 || self.get(fields::EXIT_REASON) == paging::INVALID_STATE)

@@ -30,6 +30,7 @@ impl<B: Flags<Bits = u32> + Copy> Controls<B> {
     /// Reads a capability MSR.
     fn read(msr: u64) -> Self {
         let allowed = Allowed(msr);
+        // Allowed-0 settings are what must be 1, allowed-1 what may be (§A.2 to §A.5).
         Self { base: B::from_bits_retain(allowed.must()), may: B::from_bits_retain(allowed.may()) }
     }
 
@@ -46,6 +47,7 @@ impl<B: Flags<Bits = u32> + Copy> Controls<B> {
 
     /// With those of `bits` set from the start that may be.
     fn with(self, bits: B) -> Self {
+        // What may not be set stays clear: whether that can be borne is asked in [`NEEDED`].
         Self { base: self.base.union(bits.intersection(self.may)), may: self.may }
     }
 }
@@ -175,6 +177,7 @@ const NEEDED_OF_EPT: [Need; 6] = [
     ),
     (|r| r.ept.write_back(), "the CPU's extended page tables cannot lie in write-back memory"),
     (|r| r.ept.levels_4(), "the CPU's extended page tables do not have four levels"),
+    // INVEPT of all contexts is what is left where a single one cannot be named.
     (|r| r.ept.invept() && r.ept.invept_all(), "the CPU does not offer INVEPT of all contexts"),
     (
         |r| {
@@ -188,6 +191,7 @@ const NEEDED_OF_EPT: [Need; 6] = [
 /// is missing is what the log names.
 #[allow(clippy::type_complexity)] // A list, read once.
 const NEEDED: [Need; 11] = [
+    // The kernel's pages are write-back: regions elsewhere would need mappings of their own.
     (
         |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),
         "the CPU wants its VMX structures in memory that is not write-back",
@@ -205,6 +209,7 @@ const NEEDED: [Need; 11] = [
     ),
     (
         |r| {
+            // Without virtual NMIs a handled NMI could not be told from a pending one: stock KVM guesses then.
             r.pin.offers(PinControls::VIRTUAL_NMIS)
                 && r.primary.offers(ProcControls::NMI_WINDOW | ProcControls::INTERRUPT_WINDOW)
         },
@@ -233,6 +238,7 @@ const NEEDED: [Need; 11] = [
 ];
 
 /// Exits that every guest starts with: what would stop the CPU, and what is virtualized.
+// HLT and MWAIT stop the CPU, MONITOR arms it; counters, debug registers and ports are not the guest's.
 const ALWAYS_PRIMARY: ProcControls = ProcControls::HLT
     .union(ProcControls::MWAIT)
     .union(ProcControls::MONITOR)
@@ -280,6 +286,7 @@ impl Raw {
     fn read(rdmsr: &mut impl FnMut(u32) -> u64) -> Self {
         let basic = VmxBasic(rdmsr(cap::VMX_BASIC));
         // The true MSRs tell which of the bits that older CPUs fix to 1 need not be.
+        // On CPUs without them the plain MSRs are exact.
         let exact = basic.has_true_controls();
         let mut word = |plain, exactly| rdmsr(if exact { exactly } else { plain });
         let pin = Controls::read(word(cap::VMX_PINBASED_CTLS, cap::VMX_TRUE_PINBASED_CTLS));
@@ -287,6 +294,7 @@ impl Raw {
             Controls::read(word(cap::VMX_PROCBASED_CTLS, cap::VMX_TRUE_PROCBASED_CTLS));
         let exit = Controls::read(word(cap::VMX_EXIT_CTLS, cap::VMX_TRUE_EXIT_CTLS));
         let entry = Controls::read(word(cap::VMX_ENTRY_CTLS, cap::VMX_TRUE_ENTRY_CTLS));
+        // The MSR does not exist without the activating control: RDMSR would fault.
         let has_secondary = primary.offers(ProcControls::SECONDARY);
         let secondary: Controls<ProcControls2> = if has_secondary {
             Controls::read(rdmsr(cap::VMX_PROCBASED_CTLS2))
@@ -304,6 +312,7 @@ impl Raw {
             entry,
             misc: VmxMisc(rdmsr(cap::VMX_MISC)),
             ept: EptVpidCap(if has_ept { rdmsr(cap::VMX_EPT_VPID_CAP) } else { 0 }),
+            // FIXED0 of CR0 names PE and PG, which unrestricted guests need not have.
             cr0_fixed: rdmsr(cap::VMX_CR0_FIXED0),
             cr4_fixed: rdmsr(cap::VMX_CR4_FIXED0),
             cr4_allowed: rdmsr(cap::VMX_CR4_FIXED1),
@@ -339,11 +348,13 @@ impl Features {
         host_cr4: Cr4,
         ept: bool,
     ) -> Result<Self, Unusable> {
+        // Leaves beyond the last give the last one's answers on Intel: each is asked for by its number first.
         let last = cpuid(0, 0)[0];
         if cpuid(1, 0)[2] & (1 << 5) == 0 {
             return Err(Unusable::Absent);
         }
         let raw = Raw::read(&mut rdmsr);
+        // EPT's needs come first: their sentences name the parameter that does without.
         let mut needed = NEEDED_OF_EPT.iter().filter(|_| ept).chain(&NEEDED);
         if let Some((_, what)) = needed.find(|(there, _)| !there(&raw)) {
             return Err(Unusable::Missing(what));
@@ -352,9 +363,11 @@ impl Features {
         let extended =
             if cpuid(0x8000_0000, 0)[0] > 0x8000_0000 { cpuid(0x8000_0001, 0)[3] } else { 0 };
         let xsaves = last >= 0xd && cpuid(0xd, 1)[0] & (1 << 3) != 0;
+        // Without INVVPID of all contexts numbers could not begin anew: no VPIDs are used then.
         let vpid =
             raw.secondary.offers(ProcControls2::VPID) && raw.ept.invvpid() && raw.ept.invvpid_all();
         let ple = raw.secondary.offers(ProcControls2::PAUSE_LOOP);
+        // With a timer that counts wrongly deadlines would come late: better none.
         let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER)
             && !errata::preemption_timer_is_slow(cpuid(1, 0)[0]);
         let mut at_once = WHERE_THERE;
@@ -370,6 +383,7 @@ impl Features {
         }
         Ok(Self {
             revision: raw.basic.revision(),
+            // NMIs have to exit, and to be virtual: the host's and the guest's are two things.
             pin: raw.pin.with(
                 PinControls::EXTERNAL_INTERRUPT
                     | PinControls::NMI
@@ -384,6 +398,7 @@ impl Features {
                     | ProcControls::SECONDARY,
             ),
             secondary: raw.secondary.with(at_once),
+            // An exit saves DR7 and loads EFER and PAT: no list of MSRs is needed for any of them.
             exit: raw.exit.with(
                 ExitControls::SAVE_DEBUG
                     | ExitControls::HOST_64
@@ -420,10 +435,13 @@ impl Features {
             table_exits: raw.secondary.offers(ProcControls2::DESCRIPTOR_TABLES),
             // IBRS, STIBP or SSBD: each means that the MSR exists.
             spec_ctrl: seven[3] & (1 << 26 | 1 << 27 | 1 << 31) != 0,
+            // By what the kernel has enabled: with CR4.OSXSAVE clear XSETBV would fault.
             xsave: host_cr4.contains(Cr4::OSXSAVE),
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4.contains(Cr4::PKE),
+            // Whoever puts the module together decides: a parameter, and what else nesting needs.
             nested: false,
+            // L0 writes exit information there, which is read-only without WRITE_ALL.
             shadow_vmcs: ept
                 && raw.secondary.offers(ProcControls2::SHADOW_VMCS)
                 && raw.misc.0 & WRITES_ALL != 0,
@@ -440,6 +458,7 @@ impl Features {
     pub(crate) fn has_field(&self, encoding: u16) -> bool {
         const PML_INDEX: u32 = field::PML_INDEX.encoding();
         const GUEST_INTERRUPT_STATUS: u32 = field::GUEST_INTERRUPT_STATUS.encoding();
+        // Fields that only CPUs with the control have: VMWRITE of others fails.
         match u32::from(encoding) {
             PML_INDEX => self.pml,
             GUEST_INTERRUPT_STATUS => self.interrupt_status,
@@ -449,6 +468,7 @@ impl Features {
 
     /// The preemption timer is not to be used.
     pub fn without_preemption_timer(mut self) -> Self {
+        // Out of the base word: no VMCS starts with it.
         self.pin.base.remove(PinControls::PREEMPTION_TIMER);
         self.preemption_timer = None;
         self
@@ -458,6 +478,7 @@ impl Features {
     /// has, whatever a guest was told.
     #[inline]
     pub const fn canonical(&self, address: u64) -> u64 {
+        // LA57 as the CPU may have it, whether or not the kernel uses it.
         let unused = if self.cr4_allowed.contains(Cr4::LA57) { 64 - 57 } else { 64 - 48 };
         ((address << unused) as i64 >> unused) as u64
     }

@@ -98,6 +98,7 @@ slots! { Constant from 64 {
         VPID, HOST_CS_SELECTOR, HOST_SS_SELECTOR, HOST_TR_SELECTOR;
 } }
 
+// A group is the bits of one word: that is what makes forgetting it one store.
 const _: () = assert!(Changing::ENCODINGS.len() <= GROUP && Constant::ENCODINGS.len() <= GROUP);
 
 /// Values of [`key`].
@@ -120,6 +121,7 @@ static BY_FIELD: [u8; KEYS] = {
     }
     at = 0;
     while at < Constant::ENCODINGS.len() {
+        // A collision is an error when this is compiled, and no field that is read in another's place.
         assert!(places[key(Constant::ENCODINGS[at])] == NOWHERE);
         places[key(Constant::ENCODINGS[at])] = (at + GROUP) as u8;
         at += 1;
@@ -130,6 +132,7 @@ static BY_FIELD: [u8; KEYS] = {
 /// The slot of a field, if it is one of the cache's.
 #[inline(always)]
 pub(crate) fn slot<W, A>(field: Field<W, A>) -> Option<Slot<W, A>> {
+    // The mask is for the compiler: a key is below its bound by how it is made.
     let at = BY_FIELD[key(field.encoding()) & (KEYS - 1)];
     (at != NOWHERE).then_some(Slot { at, field })
 }
@@ -148,6 +151,7 @@ const SEGMENTS: u64 = {
     let (mut bits, mut at) = (0, 0);
     while at < Changing::ENCODINGS.len() {
         let encoding = Changing::ENCODINGS[at];
+        // Selectors, limits with rights, and bases are three runs of encodings (SDM vol. 3D appendix B).
         let selector = encoding >= field::GUEST_ES_SELECTOR.encoding()
             && encoding <= field::GUEST_TR_SELECTOR.encoding();
         let other = encoding >= field::GUEST_ES_LIMIT.encoding()
@@ -205,6 +209,7 @@ impl Fields {
     #[inline(always)]
     pub(crate) fn get<W: Width, A>(&self, slot: Slot<W, A>) -> Option<W::Value> {
         let (group, bit, at) = Self::place(slot);
+        // Known in either sense: read since the last exit, or set since then.
         (self.known[group].get() & bit != 0).then(|| W::from_raw(self.values[at].get()))
     }
 
@@ -212,6 +217,7 @@ impl Fields {
     #[inline(always)]
     pub(crate) fn last<W: Width, A>(&self, slot: Slot<W, A>) -> W::Value {
         let (_, _, at) = Self::place(slot);
+        // Right behind an exit it is that exit's: the turn keeps the reason before anything else happens.
         W::from_raw(self.values[at].get())
     }
 
@@ -220,6 +226,7 @@ impl Fields {
     pub(crate) fn learn<W: Width, A>(&self, slot: Slot<W, A>, raw: u64) {
         let (group, bit, at) = Self::place(slot);
         self.values[at].set(raw);
+        // Both words are the thread's own: no store here needs an order.
         self.known[group].set(self.known[group].get() | bit);
     }
 
@@ -244,6 +251,7 @@ impl Fields {
         if self.known[group].get() & bit != 0 && self.values[at].get() == raw {
             return Set::Unchanged;
         }
+        // What is known from here on is what will be in the VMCS, written or not.
         self.learn(slot, raw);
         Set::Changed
     }
@@ -265,8 +273,10 @@ impl Fields {
     /// The segments were written without the cache, but for the rights of SS: of them nothing is known, and nothing
     /// waits.
     pub(crate) fn forget_segments(&self) {
+        // The rights of SS were set by the cache, along with the others: only these are known.
         const WITHOUT: u64 = SEGMENTS & !(1 << GUEST_SS_RIGHTS.at);
         self.known[0].set(self.known[0].get() & !WITHOUT);
+        // Of all of them: what waited would overwrite what was written.
         self.unwritten[0].set(self.unwritten[0].get() & !SEGMENTS);
     }
 
@@ -279,6 +289,7 @@ impl Fields {
     /// Hands out what waits to be written, as encodings and values.
     pub(crate) fn write_all(&self, mut write: impl FnMut(u32, u64)) {
         for (group, bits) in self.unwritten.iter().enumerate() {
+            // Taken before it is written: what is set meanwhile waits for the next time.
             let mut left = bits.replace(0);
             while left != 0 {
                 let at = group * GROUP + left.trailing_zeros() as usize;

@@ -26,6 +26,7 @@ pub(crate) type Words = [AtomicU64; 9];
 impl HostConstants {
     pub(crate) fn store(&self, to: &Words) {
         let Self { tables, .. } = self;
+        // Where nothing may be allocated and no lock taken: words, in an order that both directions share.
         let selectors = [tables.cs, tables.ss, tables.tr, 0];
         let selectors = selectors.iter().rev().fold(0, |all, s| all << 16 | u64::from(*s));
         let words = [
@@ -55,6 +56,7 @@ impl HostConstants {
 
     pub(crate) fn read<C: Cpu>(c: &mut C) -> Self {
         Self {
+            // By MSRs and tables, not from the kernel's variables: what the CPU has is what an exit has to bring back.
             tables: hostcpu::host_tables(),
             sysenter_cs: c.rdmsr(SYSENTER_CS),
             sysenter_esp: c.rdmsr(SYSENTER_ESP),
@@ -81,6 +83,7 @@ impl HostThread {
     pub(crate) fn read<C: Cpu>(cpu: &mut C) -> Self {
         let (ds, es) = cpu.data_selectors();
         Self {
+            // FS_BASE and the user's GS base are the thread's: the kernel's own GS base is the CPU's.
             fs_base: cpu.rdmsr(msr::FS_BASE),
             user_gs_base: cpu.rdmsr(msr::KERNEL_GS_BASE),
             selectors: cpu.selectors(),

@@ -24,11 +24,13 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(crate) fn forget_at(&mut self, at: usize) {
         self.cold.last_at = at;
+        // The tag, not the translations: a fresh VPID has none, and costs no INVVPID of another CPU's.
         self.vmcs.drop_vpid();
         // Both: which of the two ran when the vCPU was here last is not known.
         if let Some(n) = &mut self.nested {
             n.other.drop_vpid();
         }
+        // TDP translations, too: what was flushed where the vCPU was is still here.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
     }
 
@@ -40,6 +42,7 @@ impl<C: Cpu> Vmx<C> {
         // A CPU that was off may hold what is older than a flush since.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();
+        // The kernel's CR0 is the same as long as the CPU is online.
         self.set(fields::HOST_CR0, self.cpu.cr0().bits());
         self.set(fields::HOST_CS_SELECTOR, host.tables.cs);
         self.set(fields::HOST_SS_SELECTOR, host.tables.ss);
@@ -49,10 +52,12 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::HOST_IDTR_BASE, host.tables.idt);
         // Constant as long as the CPU is online: per-CPU data.
         let gs_base = self.cpu.rdmsr(msr::GS_BASE);
+        // Behind the selectors: an exit loads the base, and no descriptor.
         self.set(fields::HOST_GS_BASE, gs_base);
         self.set(fields::HOST_SYSENTER_CS, host.sysenter_cs as u32);
         self.set(fields::HOST_SYSENTER_ESP, host.sysenter_esp);
         self.set(fields::HOST_SYSENTER_EIP, host.sysenter_eip);
+        // EFER and PAT of the host do not change while the CPU is online.
         self.set(fields::HOST_PAT, host.pat);
         self.set(fields::HOST_EFER, host.efer);
     }
@@ -64,6 +69,7 @@ impl<C: Cpu> Vmx<C> {
         // At each beginning of the loop: what perf counts may have changed.
         let wanted = hostcpu::perf_enter();
         if wanted.is_some() || self.cold.perf_stopped {
+            // Also to switch it off again, once perf has nothing more to stop.
             self.load_counters(wanted);
         }
     }
@@ -88,6 +94,7 @@ impl<C: Cpu> Vmx<C> {
             if let Some(value) = wanted {
                 n.other.set(&self.cpu, fields::GUEST_PERF_GLOBAL_CTRL, value);
             }
+            // Where nothing is known of the other word it is composed before it is used.
             if let Some(word) = n.other.fields.get(fields::ENTRY_CONTROLS) {
                 n.other.set(&self.cpu, fields::ENTRY_CONTROLS, word & !bit.bits() | load);
             }
@@ -98,6 +105,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(crate) fn restore_selectors(&mut self) {
         let HostThread { fs_base, user_gs_base, selectors: s, ds, es } = *self.host;
+        // A 64-bit process has null selectors: nothing is loaded for it.
         if s.fs | s.gs | s.ldt | ds | es != 0 {
             self.load_host_selectors(fs_base, user_gs_base, ds, es);
         }
@@ -111,6 +119,7 @@ impl<C: Cpu> Vmx<C> {
         // Before the bases: a selector's load overwrites FS_BASE.
         self.cpu.load_selectors(self.host.selectors);
         self.cpu.load_data_selectors(ds, es);
+        // The thread's bases last: each load of a selector has overwritten one.
         self.cpu.wrmsr(msr::FS_BASE, fs_base);
         self.cpu.wrmsr(msr::KERNEL_GS_BASE, user_gs_base);
     }

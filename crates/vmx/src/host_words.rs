@@ -67,6 +67,7 @@ pub(crate) struct Sysenter {
 /// Writes a register's words, out of straight code.
 macro_rules! write {
     ($cpu:expr, $words:expr, $selector:ident, $base:ident, $limit:ident, $rights:ident) => {
+        // Past the cache, and unconditionally: to know what L1 has in a register would be a VMREAD, which costs as much.
         $cpu.vmwrite(fields::$selector.encoding(), $words.selector.into());
         if $words.usable {
             $cpu.vmwrite(fields::$base.encoding(), $words.base);
@@ -115,6 +116,7 @@ impl HostWords {
     pub(crate) fn write_segments(&self, cpu: &impl Cpu, vmcs: &Vmcs) {
         write!(cpu, self.es, GUEST_ES_SELECTOR, GUEST_ES_BASE, GUEST_ES_LIMIT, GUEST_ES_RIGHTS);
         write!(cpu, self.cs, GUEST_CS_SELECTOR, GUEST_CS_BASE, GUEST_CS_LIMIT, GUEST_CS_RIGHTS);
+        // SS without the macro: its rights are in the cache, and known.
         cpu.vmwrite(fields::GUEST_SS_SELECTOR.encoding(), self.ss.selector.into());
         if self.ss.usable {
             cpu.vmwrite(fields::GUEST_SS_BASE.encoding(), self.ss.base);
@@ -122,6 +124,7 @@ impl HostWords {
         }
         write!(cpu, self.ds, GUEST_DS_SELECTOR, GUEST_DS_BASE, GUEST_DS_LIMIT, GUEST_DS_RIGHTS);
         write!(cpu, self.fs, GUEST_FS_SELECTOR, GUEST_FS_BASE, GUEST_FS_LIMIT, GUEST_FS_RIGHTS);
+        // Unusable, they still have a base: 64-bit code addresses by it.
         if !self.fs.usable {
             cpu.vmwrite(fields::GUEST_FS_BASE.encoding(), self.fs.base);
         }
@@ -138,6 +141,7 @@ impl HostWords {
 
     /// Sets the SYSENTER MSRs.
     pub(crate) fn set_sysenter(&self, cpu: &impl Cpu, vmcs: &Vmcs) {
+        // By the cache: they are nearly always what they were.
         vmcs.set(cpu, fields::GUEST_SYSENTER_CS, self.sysenter.cs);
         vmcs.set(cpu, fields::GUEST_SYSENTER_ESP, self.sysenter.esp);
         vmcs.set(cpu, fields::GUEST_SYSENTER_EIP, self.sysenter.eip);
@@ -201,11 +205,13 @@ impl TableWatch {
 
     /// An exit has loaded the words. True: the watch begins.
     pub(crate) fn loaded(&mut self) -> bool {
+        // Known, whether or not anybody watches: the watch that begins here begins with this.
         self.known = true;
         if self.watches {
             return false;
         }
         match self.patience.checked_sub(1) {
+            // Patience runs in exits of L2: an L1 that loads a table at each of them is asked seldom.
             Some(left) => self.patience = left,
             None => self.watches = true,
         }
@@ -215,6 +221,7 @@ impl TableWatch {
     /// L1 uses them. True: the watch ends.
     pub(crate) fn give_up(&mut self) -> bool {
         self.known = false;
+        // Such an instruction is likely to come again: a watch that ends at each costs more than it spares.
         self.patience = PATIENCE;
         core::mem::take(&mut self.watches)
     }

@@ -27,11 +27,13 @@ const SHADOW: u32 = interruptibility::STI | interruptibility::MOV_SS;
 /// Whether a vector pushes an error code in protected mode: the entry refuses an injection that says
 /// otherwise.
 fn pushes_error_code(vector: u8) -> bool {
+    // #DF, #TS to #PF, #AC. #CP is not among them: no guest has shadow stacks.
     matches!(vector, 8 | 10..=14 | 17)
 }
 
 /// The error code with which an exception is delivered: an entry takes 16 bits, and an exit tells no more.
 pub(crate) fn error_code(e: &Exception) -> u32 {
+    // Bits 31:16 of the field have to be zero; a VMM gives any 32 (KVM_SET_VCPU_EVENTS).
     e.error_code.unwrap_or(0) & 0xffff
 }
 
@@ -40,6 +42,7 @@ pub(crate) fn error_code(e: &Exception) -> u32 {
 pub fn encode(event: Event, cr0: Cr0) -> u32 {
     match event {
         Event::Interrupt(v) => event::VALID | event::INTR | u32::from(v.0),
+        // An NMI's vector is checked by the entry: no other is taken.
         Event::Nmi => event::VALID | event::NMI | 2,
         Event::Software(v) => event::VALID | event::SOFT | u32::from(v.0),
         Event::Exception(e) => {
@@ -65,9 +68,11 @@ pub fn decode(info: u32, error_code: u32) -> Option<Event> {
         event::INTR => Event::Interrupt(vector),
         event::NMI => Event::Nmi,
         event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION => Event::Software(vector),
+        // A type that no exit tells is taken for an exception: the entry that injects it checks it.
         _ => Event::Exception(Exception {
             vector,
             error_code: (info & event::ERROR_VALID != 0).then_some(error_code),
+            // DR6 and CR2 were changed when the event was first raised.
             payload: None,
         }),
     })
@@ -84,16 +89,19 @@ pub(crate) fn has_length(info: u32) -> bool {
 impl<C: Cpu> Vmx<C> {
     /// What an exception leaves in CR2 or in the debug registers.
     fn deliver_payload(&mut self, raised: u8, bits: u64) {
+        // CR2 before the entry: the handler of #PF reads it first.
         if raised == vector::PF {
             self.replace_cr2(bits);
         } else if raised == vector::DB {
             self.set_dr6(self.cold.dr6.get().after_db(bits));
+            // GD is cleared by the delivery of #DB, lest its handler fault at its first access (SDM vol. 3B §18.2.4).
             self.set_dr7(self.dr7().without_general_detect());
         }
     }
 
     /// The last exit was an INT1, behind which its handler returns.
     fn exited_at_int1(&self) -> bool {
+        // By the exit that is answered now: INT1 has no vector of its own, it is #DB.
         self.get(fields::EXIT_REASON) == u32::from(ExitReason::ExceptionOrNmi.0)
             && self.get(fields::EXIT_INTERRUPTION) & (event::VALID | event::TYPE)
                 == event::VALID | event::PRIVILEGED_SOFT_EXCEPTION
@@ -111,6 +119,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether STI holds interrupts off, which are enabled behind it.
     pub(crate) fn is_behind_sti(&self) -> bool {
+        // What is known to be over is not read.
         !self.shadow_over.get()
             && self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::STI != 0
     }
@@ -122,6 +131,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Brings the VMCS up to what is known: that an instruction has retired since STI or MOV SS.
     pub(crate) fn clear_ended_shadow(&self) {
+        // Both shadows at once: one instruction ends either.
         // Once: the field says it from here on.
         if self.shadow_over.replace(false) {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
@@ -133,6 +143,7 @@ impl<C: Cpu> Vmx<C> {
     /// A shadow in `state` is over. A debugger hears of the step that was pending in it by itself: no entry delivers that, be it to
     /// the debugger or, once that has gone, to the guest. A step of the guest's own is injected, and pends no more then.
     fn end_step_in(&self, state: u32) {
+        // Without a debugger the pending step is the guest's own, and comes behind the shadow.
         if state & SHADOW != 0 && self.cold.debugger_steps {
             let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
             self.set(fields::GUEST_PENDING_DEBUG, pending);
@@ -144,6 +155,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     pub(crate) fn set_shadow_by(&mut self, by: ShadowBy) {
+        // By STI unless it is known to be MOV SS: STI's holds off less.
         // Blocking by STI with interrupts off is refused; that of MOV SS is not.
         let sti = by != ShadowBy::MovSs && self.rflags().contains(Rflags::IF);
         self.replace_shadow(if sti { interruptibility::STI } else { interruptibility::MOV_SS });
@@ -151,6 +163,7 @@ impl<C: Cpu> Vmx<C> {
 
     fn replace_shadow(&mut self, bit: u32) {
         self.shadow_over.set(false);
+        // The field before: what was pending in it decides what becomes of a step.
         let before = self.get(fields::GUEST_INTERRUPTIBILITY);
         let state = before & !SHADOW;
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
@@ -168,6 +181,7 @@ impl<C: Cpu> Vmx<C> {
         if state & SHADOW == 0 {
             return;
         }
+        // The debugger's step is made by TF: a shadow would hold it off by an instruction.
         if self.cold.debugger_steps {
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
             self.end_step_in(state);
@@ -177,6 +191,7 @@ impl<C: Cpu> Vmx<C> {
             // With BTF it is not each instruction that traps.
             && self.get(fields::GUEST_DEBUGCTL) & debugctl::BTF == 0;
         let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
+        // Both ways: an entry refuses a pending step too many as it refuses one that is missing.
         self.set(fields::GUEST_PENDING_DEBUG, pending | if steps { PENDING_STEP } else { 0 });
     }
 
@@ -185,6 +200,7 @@ impl<C: Cpu> Vmx<C> {
         // Before the field is looked at, which may say what is over.
         self.clear_ended_shadow();
         let state = self.get(fields::GUEST_INTERRUPTIBILITY);
+        // A shadow of MOV SS goes with no flag.
         if state & SHADOW == 0 {
             return;
         }
@@ -217,6 +233,7 @@ impl<C: Cpu> Injection for Vmx<C> {
         if let Event::Exception(e) = event {
             self.end_halt();
             if let Some(bits) = e.payload {
+                // Once, at the injection: an event that is injected again comes without a payload.
                 // CR2 and DR6 are not loaded by the injection.
                 self.deliver_payload(e.vector.0, bits);
             }
@@ -241,6 +258,7 @@ impl<C: Cpu> Injection for Vmx<C> {
             // Where the handler returns to: RIP and this.
             self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
         }
+        // Last: with the valid bit all else is in place.
         self.set(fields::ENTRY_INTERRUPTION, info);
         self.attention |= attention::INJECT;
     }
@@ -261,6 +279,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
+        // An offer replaces the one before: the local APIC has taken that back.
         self.offer = Offer { vector, taken: false };
         if vector.is_some() {
             // Whether the guest can take it is asked at the entry itself, behind all that this answer may still change.
@@ -279,10 +298,12 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn set_interrupt_window(&mut self, on: bool) {
+        // By the exit's reason: an interrupt window that came may have been opened for an NMI.
         if self.get(fields::EXIT_REASON) == u32::from(ExitReason::InterruptWindow.0) {
             // This was it.
             self.nmi_behind_sti = false;
         }
+        // Nothing of an offer is left: who asks for a window has nothing that could be injected.
         self.offer_interrupt(None);
         self.open_window(on);
     }
@@ -340,6 +361,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn pass_debug(&mut self, bits: u64) {
+        // A step behind the shadow's instruction: what held it back is over.
         if bits & Dr6::BS != 0 {
             self.set_shadow(false);
         } else {

@@ -19,9 +19,11 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn save_debug_regs(&mut self) {
+        // DR7 is in the VMCS: which addresses are enabled decides what has to be saved.
         let dr7 = self.dr7();
         self.cold.debug.save(&mut self.cpu, dr7);
         self.cold.dr6.save(&mut self.cpu);
+        // The next access exits again, so that a guest that does not use them does not pay for them.
         self.intercept_debug_regs();
     }
 
@@ -60,6 +62,7 @@ impl<C: Cpu> Vmx<C> {
     /// Brings XCR0, IA32_XSS and PKRU back to what the host has.
     #[inline(never)]
     pub(crate) fn unload_extended(&mut self) {
+        // Before anything of the kernel's may use them.
         self.cold.extended.unload(&mut self.cpu);
     }
 
@@ -82,10 +85,12 @@ impl<C: Cpu> Vmx<C> {
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
+        // Outside the loop the value is kept: the next load lends it.
         if self.vmcs.is_loaded()
             && self.features.rdtscp
             && let Some(here) = self.vmcs.here()
         {
+            // Lent, not exchanged: it goes back when the thread returns to user space, which alone reads it.
             here.user_return.lend_tsc_aux(&mut self.cpu, self.tsc_aux);
         }
     }
@@ -142,6 +147,7 @@ impl<C: Cpu> LiveRegisters for Vmx<C> {
     }
 
     fn own_debug_regs(&mut self) {
+        // Once: a guest that has them already loses nothing by asking.
         if self.cold.debug.give() {
             self.intercept_debug_regs();
             if self.vmcs.is_loaded() {
@@ -160,6 +166,7 @@ impl<C: Cpu> LiveRegisters for Vmx<C> {
     }
 
     fn set_xcr0(&mut self, value: u64) {
+        // Bits that the host does not have were refused before.
         self.cold.extended.set_xcr0(value);
         self.sync_extended();
     }

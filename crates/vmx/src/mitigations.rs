@@ -50,6 +50,7 @@ pub fn set_up(facts: Facts, arch_capabilities: u64) -> Result<(), NoMemory> {
     }
     // Behind the preparation: an entry that sees the mode may flush.
     MODE.store(mode as u8, Relaxed);
+    // Told on for /sys/devices/system/cpu/vulnerabilities.
     mode.announce();
     Ok(())
 }
@@ -79,6 +80,7 @@ pub fn splits_at_fetch(facts: Facts, asked: NxHugePages) -> bool {
 #[inline]
 pub(crate) fn flush_wanted() -> bool {
     let mode = MODE.load(Relaxed);
+    // Two comparisons, no match: this is on the path of each run of the loop.
     mode == L1dFlush::Cond as u8 || mode == L1dFlush::Always as u8
 }
 
@@ -87,6 +89,7 @@ pub(crate) fn flush_wanted() -> bool {
 #[inline(never)]
 pub(crate) fn flush_before_entry() -> bool {
     mitigation::flush_l1d();
+    // `cond`: the loop's first entry is enough, as nothing of the host's secrets is touched in it.
     mode() != L1dFlush::Always
 }
 
@@ -114,6 +117,7 @@ impl Report {
         let has = |bits| self.facts.any(bits);
         let when = |affected: bool, done: bool, what| match (affected, done) {
             (_, true) => what,
+            // What is done counts over what is needed: a kernel may do it without a bug to be named.
             (true, false) => "vulnerable: the kernel has switched it off",
             (false, false) => "not affected",
         };

@@ -17,10 +17,12 @@ pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
 const SYSENTER: [u32; 3] = [msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP];
 
 impl<C: Cpu> Vmx<C> {
+    // No exit is needed: an entry and an exit exchange them, the loop's ends KERNEL_GS_BASE.
     pub(crate) fn pass_live_msrs(&self) {
         for msr in LIVE {
             self.msr_map().intercept(msr, Directions::empty());
         }
+        // Behind LIVE, which opens their writes, too.
         self.watch_sysenter();
         // Reads pass, with the offset; writes move it, and TSC_ADJUST.
         self.msr_map().intercept(TSC, Directions::WRITES);
@@ -41,6 +43,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether L1's writes of the SYSENTER MSRs exit.
     #[inline]
+    // Whether nesting is offered at all is the module's; whether this guest may is its CPUID's.
     pub(crate) fn watches_sysenter(&self) -> bool {
         self.features.nested && self.cold.limits.vmx
     }
@@ -53,6 +56,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::LSTAR => self.syscall.lstar,
             msr::SYSCALL_MASK => self.syscall.mask,
             msr::CSTAR => self.cold.cstar,
+            // What the guest may have changed in the CPU was read back before anybody asks (`kernel_gs_base_now`).
             msr::KERNEL_GS_BASE => self.kernel_gs_base.get(),
             msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
             msr::GS_BASE => self.get(fields::GUEST_GS_BASE),
@@ -63,6 +67,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::DEBUGCTL => self.get(fields::GUEST_DEBUGCTL),
             msr::TSC_AUX => self.tsc_aux,
             msr::XSS => self.cold.extended.xss(),
+            // SPEC_CTRL is the world switch's: it has read the newest behind the exit.
             msr::SPEC_CTRL => self.spec_ctrl(),
             // Asked last: the capability MSRs of VMX are read rarely.
             _ => return self.nested_msr_value(index).ok_or(NotMine),
@@ -72,6 +77,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
         // Where the CPU or an entry would refuse it. A VMM may have told the guest of wider addresses
         // than this CPU has.
+        // Sign-extended, not refused: whoever sets it has checked it by what the guest was told.
         let value = match index {
             msr::LSTAR
             | msr::KERNEL_GS_BASE
@@ -81,6 +87,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             | msr::SYSENTER_EIP => self.features.canonical(value),
             // RFLAGS has nothing up there.
             msr::SYSCALL_MASK => value & 0xffff_ffff,
+            // A debugger's steps over instructions would become steps over branches.
             // Last branches are not virtualized; as in stock KVM both bits vanish.
             msr::DEBUGCTL => value & !(msr::debugctl::LBR | msr::debugctl::BTF),
             _ => value,
@@ -88,6 +95,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
         match index {
             msr::TSC_AUX => {
                 self.tsc_aux = value;
+                // Lent to the CPU at once where the loop runs: the guest reads it without an exit.
                 self.sync_tsc_aux();
             }
             msr::XSS => self.set_xss(value),
@@ -100,6 +108,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
                     msr::LSTAR => self.syscall.lstar = value,
                     _ => self.syscall.mask = value,
                 }
+                // All three are lent together: the CPU may have another guest's.
                 self.sync_syscall();
             }
             msr::CSTAR => self.cold.cstar = value,
@@ -121,6 +130,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
     }
 
     fn prediction_barrier(&mut self) {
+        // Not kept: the command has no value.
         self.cpu.wrmsr(msr::PRED_CMD, 1);
     }
 

@@ -34,7 +34,9 @@ impl Owned {
     /// What the guest owns with this way of paging and this CPUID.
     pub fn of(paging: Paging, limits: &GuestLimits) -> Self {
         let cr4 = CR4_OWNABLE & limits.cr4_allowed;
+        // By CPUID: a bit that the guest was not offered has to exit, so that #GP can be told.
         if paging.watch_roles || paging.shadow {
+            // A change of WP or PGE changes roles: the loop has to see it.
             Self { cr0: Cr0::TS, cr4: cr4 - Cr4::PGE }
         } else {
             Self { cr0: Cr0::TS | Cr0::WP, cr4 }

@@ -35,6 +35,7 @@ impl PageLog {
     pub fn take(&self, index: u16, mut each: impl FnMut(Gpa)) {
         // The index wraps to FFFFh when the log is full: all 512 count.
         let left = if index > Self::EMPTY { 0 } else { usize::from(index) + 1 };
+        // From the end: the index counts down.
         for entry in self.page.table().iter().skip(left).rev() {
             each(Gpa(entry.load(Ordering::Relaxed) & !0xfff));
         }

@@ -33,6 +33,7 @@ pub(crate) const INVALID_STATE: u32 = ENTRY_FAILURE | ExitReason::InvalidGuestSt
 fn hardware_cr0(guest: Cr0) -> Cr0 {
     // Without EPT an entry wants paging and protection on (SDM vol. 3C §27.3.1.1); WP makes shadow pages' protection
     // hold.
+    // WP whatever the guest says: who writes with it clear gets a page that allows it.
     (guest - Cr0::CD_NW) | Cr0::PE | Cr0::PG | Cr0::WP
 }
 
@@ -43,6 +44,7 @@ fn hardware_cr4(guest: Cr4, pages: bool, long: bool) -> Cr4 {
     if !pages {
         off |= Cr4::SMEP | Cr4::SMAP;
     }
+    // The shadow root has as many levels as the mode: five only in long mode.
     if !long {
         off |= Cr4::LA57;
     }
@@ -52,6 +54,7 @@ fn hardware_cr4(guest: Cr4, pages: bool, long: bool) -> Cr4 {
 
 /// EFER for the CPU: long mode only once it is active.
 fn hardware_efer(guest: Efer) -> Efer {
+    // LME without LMA: an entry would want paging in long mode (§27.3.1.1).
     let off = if guest.is_long() { Efer::empty() } else { Efer::LME };
     // Shadow entries have NX.
     (guest - off) | Efer::NXE
@@ -64,6 +67,7 @@ impl<C: Cpu> Vmx<C> {
         let exceptions = self.get(fields::EXCEPTION_BITMAP);
         // Each page fault may be one of the shadow tables.
         self.set(fields::EXCEPTION_BITMAP, exceptions | Exceptions::PF.bits());
+        // Behind the controls: both write what the CPU has in the guest's place.
         self.set_cr0(self.cr0);
         self.set_efer(self.efer);
     }
@@ -119,6 +123,7 @@ impl<C: Cpu> Translation for Vmx<C> {
     type PageLog = Self;
 
     fn set_paging(&mut self, paging: Paging) {
+        // The bits are read by the old way of paging and written by the new one.
         self.change_ownership(|this| this.paging = paging);
         if paging.shadow {
             self.watch_paging();
@@ -136,6 +141,7 @@ impl<C: Cpu> Translation for Vmx<C> {
 
     fn set_tdp_root(&mut self, root: Hpa) {
         let pointer = self.features.ept_pointer(root.0);
+        // A tree of L1's own: the pointer is for L1, and not for what runs.
         if self.cold.of_l1.runs && self.set_l1_root(pointer) {
             return;
         }
@@ -170,6 +176,7 @@ impl<C: Cpu> Vmx<C> {
 impl<C: Cpu> backend::PageLog for Vmx<C> {
     fn set_logging(&mut self, on: bool) {
         if self.page_log.is_some() {
+            // Both: L1 goes on logging when L2 is left.
             self.behind_l2(|cpu, vmcs01| {
                 vmcs01.change_proc2(cpu, ProcControls2::PML, on);
             });
@@ -185,13 +192,16 @@ impl<C: Cpu> backend::PageLog for Vmx<C> {
                 // Another VMCS of this vCPU may have logged since this one did.
                 self.set(fields::PML_INDEX, PageLog::EMPTY);
             }
+            // Behind the index: the first write may come right away.
             self.change_proc2(ProcControls2::PML, on);
         }
     }
 
     fn take_logged(&mut self, each: impl FnMut(Gpa)) {
         let Some(log) = &self.page_log else { return };
+        // The index is the CPU's: it is read anew after each exit.
         log.take(self.get(fields::PML_INDEX), each);
+        // Behind the log, all of which was told.
         self.set(fields::PML_INDEX, PageLog::EMPTY);
     }
 }

@@ -20,9 +20,11 @@ const COUNT: usize = 5;
 
 /// Those words: where each lies, and its bits.
 const WORDS: [(usize, u64); COUNT] = {
+    // Eleven MSRs lie in five words of reads, and in as many of writes.
     let mut words = [(0, 0); COUNT];
     let (mut used, mut at) = (0, 0);
     while at < PASSED.len() {
+        // A panic of the compiler's, never of the kernel's.
         let Some((place, bit)) = MsrMap::place(PASSED[at]) else { panic!() };
         let mut found = 0;
         while found < used && words[found].0 != place {
@@ -60,6 +62,7 @@ impl Passed {
     pub(crate) fn within(self, map: &MsrMap) -> Self {
         let own = Self::of(|at| map.word(at));
         let both = |one: [u64; COUNT], other: [u64; COUNT]| {
+            // Zeroes for a word that is none: nothing passes.
             core::array::from_fn(|at| one.get(at).unwrap_or(&0) & other.get(at).unwrap_or(&0))
         };
         Self { reads: both(self.reads, own.reads), writes: both(self.writes, own.writes) }
@@ -68,6 +71,7 @@ impl Passed {
     /// Has `map` give just these.
     fn set(&self, map: &MsrMap) {
         for (((at, bits), reads), writes) in WORDS.iter().zip(self.reads).zip(self.writes) {
+            // Bits of other MSRs stay: they exit.
             map.set_word(*at, *bits, !reads);
             map.set_word(at.wrapping_add(MsrMap::WRITES), *bits, !writes);
         }

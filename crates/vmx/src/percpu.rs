@@ -55,6 +55,7 @@ static MACHINE: Once<Machine> = Once::new();
 
 impl PerCpu {
     fn new(revision: u32) -> Result<Self, NoMemory> {
+        // Zeroed: bit 31, which marks a shadow VMCS, is no bit of a VMXON region.
         let region = Page::zeroed()?;
         // The CPU recognises the region by its first four bytes.
         if let Some(first) = region.table().first() {
@@ -62,6 +63,7 @@ impl PerCpu {
         }
         Ok(Self {
             region,
+            // 1, so that a VMCS of generation 0 is active nowhere.
             generation: AtomicU64::new(1),
             vpid_generation: AtomicU64::new(1),
             next_vpid: AtomicU32::new(1),
@@ -86,6 +88,7 @@ impl PerCpu {
     }
 
     fn renew_vpids(&self, next: u32) -> u64 {
+        // Wraps after more than any machine lives through.
         let generation = self.vpid_generation().wrapping_add(1);
         self.vpid_generation.store(generation, Relaxed);
         self.next_vpid.store(next, Relaxed);
@@ -98,6 +101,7 @@ impl PerCpu {
         let next = self.next_vpid.load(Relaxed);
         // Never 0: an entry with VPID 0 is refused (SDM vol. 3C §27.2.1.1).
         if next < VPIDS {
+            // Plain load and store: nobody else is on this CPU.
             self.next_vpid.store(next + 1, Relaxed);
             return (next as u16, self.vpid_generation(), false);
         }
@@ -120,6 +124,7 @@ impl PerCpu {
     /// is no room; it must be cleared whenever the loop is left.
     #[must_use]
     pub fn note_active(&self, vmcs: Hpa) -> bool {
+        // A search among 64: VMCSs become active seldom.
         let free = self.slots().iter().find(|slot| slot.load(Relaxed) == 0);
         free.inspect(|slot| slot.store(vmcs.0, Relaxed)).is_some()
     }
@@ -127,6 +132,7 @@ impl PerCpu {
     /// Clears the VMCS at `vmcs`, which is active here. Harmless where it is not any more: VMX may
     /// have been switched off meanwhile.
     pub fn clear<C: Cpu>(&self, c: &C, vmcs: Hpa) {
+        // By the CPU's own register, as a crash may have switched VMX off.
         if c.cr4_now().contains(Cr4::VMXE) {
             c.vmclear(vmcs);
         }
@@ -140,6 +146,7 @@ impl PerCpu {
     /// The VMCS at `vmcs` is not active here any more.
     fn forget(&self, vmcs: Hpa) {
         // The page may become another VMCS's, which must not pass for the one that is current.
+        // Compared: another VMCS may be current by now.
         let _ = self.current.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
         for slot in self.slots() {
             let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
@@ -155,6 +162,7 @@ impl PerCpu {
                 c.vmclear(Hpa(vmcs));
             }
         }
+        // No VMPTRLD is spared by what was current.
         self.current.store(0, Relaxed);
     }
 
@@ -167,6 +175,7 @@ impl PerCpu {
 /// Allocates the per-CPU state for `cpus` CPUs. Called once at load.
 pub fn set_up(features: Features, cpus: usize) -> Result<(), NoMemory> {
     let mut table = alloc::vec::Vec::new();
+    // No vCPU can be made yet: a failure leaves nothing behind.
     table.try_reserve_exact(cpus).map_err(|_| NoMemory)?;
     for _ in 0..cpus {
         table.push(PerCpu::new(features.revision)?);
@@ -183,6 +192,7 @@ pub fn tear_down() {
 
 /// The features found at load.
 pub fn features() -> Features {
+    // Before the load, and behind the unload, there are none.
     MACHINE.get().map(|m| m.features).unwrap_or_default()
 }
 
@@ -196,11 +206,13 @@ pub(crate) fn of(cpu: usize) -> Option<&'static PerCpu> {
 /// `allowed`: what the kernel made of the firmware's choice.
 pub fn check<C: Cpu>(c: &mut C, allowed: bool) -> Result<(), Unusable> {
     let firmware = c.rdmsr(FEATURE_CONTROL);
+    // Either bit: which of them counts the kernel has found out.
     let enabled = firmware & (control::VMX_OUTSIDE_SMX | control::VMX_IN_SMX) != 0;
     // Inside SMX, which only the kernel knows of, the other of the two bits counts.
     if firmware & control::LOCKED != 0 && !(enabled && allowed) {
         return Err(Unusable::DisabledByFirmware);
     }
+    // Somebody else's VMX: VMXON would fault, and to switch it off would end their guests.
     if c.cr4_now().contains(Cr4::VMXE) {
         return Err(Unusable::InUse);
     }
@@ -214,11 +226,13 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     unlock(c);
     HostConstants::read(c).store(&this.constants);
     this.user_return.read_host(c, features().rdtscp);
+    // VMXON forgets what was current.
     this.current.store(0, Relaxed);
     // VMCSs that were active before VMX went off are so no more.
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had VMX before, or this CPU before it went offline, left translations under any VPID.
     this.renew_vpids(VPIDS);
+    // Its predictors were somebody else's meanwhile.
     this.last_vcpu.store(0, Relaxed);
     if c.vmxon(this.region.hpa()) { Ok(()) } else { Err(Unusable::Refused) }
 }
@@ -227,6 +241,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
 /// does it. VMXON faults while the lock is open.
 fn unlock<C: Cpu>(c: &mut C) {
     let firmware = c.rdmsr(FEATURE_CONTROL);
+    // Locked: what firmware has chosen stands, and `check` has found it good.
     if firmware & control::LOCKED != 0 {
         return;
     }

@@ -53,6 +53,7 @@ impl MsrMap {
     /// A map under which every MSR exits.
     pub fn all() -> Result<Self, NoMemory> {
         let page = Page::zeroed()?;
+        // Ones are exits: a new MSR is the hypervisor's until somebody opens it.
         page.table().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
         Ok(Self(page))
     }
@@ -78,6 +79,7 @@ impl MsrMap {
 
     /// A word; ones beyond the map.
     #[inline]
+    // Beyond the map is nothing that passes.
     pub(crate) fn word(&self, at: usize) -> u64 {
         self.0.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
     }
@@ -85,12 +87,14 @@ impl MsrMap {
     /// Has these `bits` of a word be those of `value`.
     pub(crate) fn set_word(&self, at: usize, bits: u64, value: u64) {
         if let Some(word) = self.0.table().get(at) {
+            // Nobody runs on this map while it is changed, or the CPU sees a word of before or of behind.
             word.store((self.word(at) & !bits) | (value & bits), Ordering::Relaxed);
         }
     }
 
     /// Sets which accesses of `msr` exit.
     pub fn intercept(&self, msr: u32, exits: Directions) {
+        // Such an MSR exits in any case: there is nothing to set.
         let Some((word, bit)) = Self::place(msr) else { return };
         for (at, way) in [(word, Directions::READS), (word + Self::WRITES, Directions::WRITES)] {
             let Some(word) = self.0.table().get(at) else { continue };

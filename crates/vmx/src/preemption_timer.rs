@@ -33,12 +33,14 @@ pub(crate) struct Watched {
 impl Watched {
     pub(crate) fn new(features: &Features) -> Self {
         let shift = features.preemption_timer.unwrap_or(0) & 31;
+        // Without the timer the value is of no use, and not asked for.
         Self { last: NEVER, scale: TSC_RATIO_ONE, shift, not_entered: 0 }
     }
 
     /// Sets the deadline; 0 for none. Whether it is another one.
     #[inline]
     pub(crate) fn set(&mut self, deadline: u64) -> bool {
+        // 0 becomes the value that stands for none.
         let last = deadline.wrapping_sub(1);
         core::mem::replace(&mut self.last, last) != last
     }
@@ -51,6 +53,7 @@ impl Watched {
     }
 
     pub(crate) fn set_ratio(&mut self, ratio: u64) {
+        // Rounded down: a time that is found to be too short costs an exit, one that is too long a late deadline.
         self.scale = u64::MAX / ratio.max(1);
     }
 
@@ -63,6 +66,7 @@ impl Watched {
     /// Whether the deadline has come at `now` of the guest's TSC.
     #[inline]
     pub(crate) fn is_due(&self, now: u64) -> bool {
+        // The deadline itself is due.
         now > self.last
     }
 
@@ -80,12 +84,14 @@ impl Watched {
         let left = last.checked_sub(now)?;
         let left = if scaled { self.host_ticks(left) } else { left };
         // The sum cannot wrap: a deadline that is none is asked for by nobody.
+        // One more, since the timer may tick right behind the entry.
         Some(((left >> self.shift) + 1).min(LONGEST))
     }
 
     #[cold]
     #[inline(never)]
     fn host_ticks(&self, guest: u64) -> u64 {
+        // By 128 bits: both are as large as they like.
         let ticks = (u128::from(guest) * u128::from(self.scale)) >> 32;
         // One less than the most, for what is added.
         ticks.min(u128::from(NEVER - 1)) as u64

@@ -14,6 +14,7 @@ impl<C: Cpu> Vmx<C> {
     /// Something else than an interrupt ends the guest's HLT. Where HLT does not exit, the CPU halts the
     /// guest again at an entry, and refuses one with an exception (SDM vol. 3C §27.3.1.5).
     #[inline]
+    // Only where HLT does not exit can the field be other than active.
     pub(crate) fn end_halt(&self) {
         if self.cold.fewer.hlt {
             self.set(fields::GUEST_ACTIVITY, 0);
@@ -43,6 +44,7 @@ impl<C: Cpu> Vmx<C> {
 
     pub(crate) fn replace_cr2(&mut self, value: u64) {
         self.cr2 = value;
+        // In the loop the register is the guest's: entry and exit leave it alone.
         if self.vmcs.is_loaded() {
             self.cpu.set_cr2(value);
         }
@@ -57,6 +59,7 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     #[inline]
     fn set_rip(&mut self, rip: u64) {
+        // A guest that is moved on is active.
         self.end_halt();
         self.set(fields::GUEST_RIP, rip);
     }
@@ -71,6 +74,7 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn set_rflags(&mut self, rflags: Rflags) {
+        // Behind the field, which it looks at.
         self.set(fields::GUEST_RFLAGS, rflags.bits());
         self.flags_changed(rflags);
     }
@@ -81,6 +85,7 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn set_interrupt_shadow(&mut self, on: bool) {
+        // A halted guest has no shadow.
         if on {
             self.end_halt();
         }
@@ -145,6 +150,7 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     fn gdtr(&self) -> DescriptorTable {
         let (base, limit) = (self.get(fields::GUEST_GDTR_BASE), self.get(fields::GUEST_GDTR_LIMIT));
+        // The field has 32 bits.
         DescriptorTable { base, limit: limit as u16 }
     }
 
@@ -215,6 +221,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         // VMX fixes them to 1, but not for a guest that may run without paging and protection.
         let fixed = self.features.cr0_fixed - Cr0::PG_PE;
         self.set(fields::CR0_SHADOW, self.seen_cr0(value).bits());
+        // L0's fixed bits are ones in the register, and not in what is read.
         self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
         // A guest in real mode is not entered at all then.
         if self.paging.shadow {
@@ -238,9 +245,11 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     #[inline(always)]
     fn set_cr4(&mut self, value: Cr4) {
+        // As with CR0.
         let whole = (value - self.cold.of_l1.cr4) | self.cr4 & self.cold.of_l1.cr4;
         let changed = core::mem::replace(&mut self.cr4, whole) ^ whole;
         let real = self.real_cr4(whole);
+        // By the guest's own word, before the bit is taken out of the register.
         if self.features.umip_by_exits && changed.contains(Cr4::UMIP) {
             self.watch_tables(value.contains(Cr4::UMIP));
         }
@@ -253,6 +262,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
 
     fn set_efer(&mut self, value: Efer) {
         self.efer = value;
+        // Under shadow paging the CPU has another: NXE is on, LME as the mode is.
         self.set(fields::GUEST_EFER, self.real_efer(value).bits());
         let long = value.is_long();
         let bit = EntryControls::IA32E_GUEST.bits();
@@ -268,6 +278,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
                 self.set(fields::GUEST_TR_RIGHTS, rights);
             }
         }
+        // Only a change of mode matters here: the MSRs are lent where SYSCALL works.
         self.sync_syscall();
         if self.paging.shadow {
             self.paging_mode_changed();
@@ -277,11 +288,13 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     #[inline]
     fn cr8(&self) -> u8 {
         // The guest writes CR8 to this page, without an exit.
+        // Bits 7:4 are the class, which CR8 is.
         self.apic_page.tpr() >> 4
     }
 
     #[inline]
     fn set_cr8(&mut self, value: u8) {
+        // Four bits: all else would be #GP for the guest, and is a VMM's here.
         let value = value & 0xf;
         self.apic_page.set_tpr(value << 4);
         // An entry refuses a threshold above the priority.
@@ -315,6 +328,7 @@ impl<C: Cpu> PdpteRegisters for Vmx<C> {
     }
 
     fn set_entries(&mut self, [a, b, c, d]: [u64; 4]) {
+        // Written whether or not PAE paging is on: an entry without it ignores them.
         self.set(fields::GUEST_PDPTE0, a);
         self.set(fields::GUEST_PDPTE1, b);
         self.set(fields::GUEST_PDPTE2, c);

@@ -64,6 +64,7 @@ pub(crate) fn places(name: SegmentName) -> Places {
 /// Attributes from access rights. A register that cannot be used is one that is not present.
 #[inline]
 pub fn attributes(rights: u32) -> u16 {
+    // Bits 15:12 of the rights are attributes 11:8.
     let high = (rights >> access_rights::HIGH_SHIFT) as u16 & (attr::ALL & !0xff);
     let bits = (rights & access_rights::LOW) as u16 | high;
     // KVM_GET_SREGS shows it as not present.
@@ -74,6 +75,7 @@ pub fn attributes(rights: u32) -> u16 {
 #[inline]
 pub fn rights(attributes: u16) -> u32 {
     let bits = u32::from(attributes & attr::ALL);
+    // What is not present cannot be used: the VMCS has a bit of its own for it.
     let low = bits & access_rights::LOW;
     let high = (bits & !access_rights::LOW) << access_rights::HIGH_SHIFT;
     let unusable = if attributes & attr::P == 0 { access_rights::UNUSABLE } else { 0 };
@@ -90,15 +92,18 @@ pub fn rights_for(name: SegmentName, segment: &Segment, long_mode: bool) -> u32 
     match name {
         SegmentName::Ldtr => rights(segment.attr),
         SegmentName::Tr => {
+            // Available becomes busy: TR is loaded, and an entry refuses another.
             let kind = match segment.kind() {
                 kind::TSS16_AVAILABLE | kind::TSS16_BUSY if !long_mode && segment.is_present() => {
                     kind::TSS16_BUSY
                 }
                 _ => kind::TSS_BUSY,
             };
+            // DPL and G stay, the rest is what the kind has.
             let keep = attr::DPL_MASK | attr::AVL | attr::G;
             rights(segment.attr & keep | attr::P | u16::from(kind))
         }
+        // Also where the register cannot be used: the bit means nothing then.
         _ => rights(segment.attr | ACCESSED),
     }
 }

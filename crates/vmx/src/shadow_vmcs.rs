@@ -23,6 +23,7 @@ pub(crate) struct Shadow {
 
 /// A bitmap with a bit clear for each field that is served.
 fn bitmap(direction: Direction, features: &Features) -> Result<Page, NoMemory> {
+    // Zeroed, and filled with ones below where nothing serves.
     let page = Page::zeroed()?;
     let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
     fill_bitmap(&mut bits, direction, |encoding| features.has_field(encoding));
@@ -36,6 +37,7 @@ impl Shadow {
     /// One that serves nobody yet. `None`: the CPU has none, or it is not to be used.
     #[inline(never)]
     pub(crate) fn new(features: &Features) -> Result<Option<KBox<Self>>, NoMemory> {
+        // Decided once: parameters and CPU do not change.
         if !features.shadow_vmcs {
             return Ok(None);
         }

@@ -23,10 +23,12 @@ impl<C: Cpu> Vmx<C> {
 
     /// Sets the guest's SPEC_CTRL. Only a CPU that has it gets another value than zero to load.
     pub(crate) fn set_spec_ctrl(&mut self, value: u64) {
+        // Without the MSR the switch does not touch it: nothing is kept that nobody would load.
         if !self.features.spec_ctrl {
             return;
         }
         self.switch.guest_spec_ctrl = value;
+        // Once: from here on the value is read after each exit, until the next reset.
         if value != 0 && !self.cold.spec_ctrl_used {
             self.cold.spec_ctrl_used = true;
             self.pass_speculation();
@@ -35,6 +37,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The power-up value, also after INIT as in stock KVM; who comes next may never use it.
     pub(crate) fn reset_spec_ctrl(&mut self) {
+        // What the guest may do without an exit shrinks with it: the value is 0 again, and known.
         self.switch.guest_spec_ctrl = 0;
         self.cold.spec_ctrl_used = false;
         self.pass_speculation();
@@ -45,14 +48,17 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn pass_speculation(&mut self) {
         let limits = self.cold.limits;
         let (reads, writes) = (Directions::READS, Directions::WRITES);
+        // Reads fault in the guest as they do on a CPU: there is nothing to read.
         self.msr_map().intercept(msr::PRED_CMD, reads | writes.when(!limits.pred_cmd));
         self.msr_map().intercept(msr::FLUSH_CMD, reads | writes.when(!limits.flush_cmd));
         let own = limits.spec_ctrl && self.features.spec_ctrl && self.cold.spec_ctrl_used;
         self.msr_map().intercept(msr::SPEC_CTRL, Directions::all().when(!own));
+        // The filter closes what CPUID has opened, and never the other way.
         for (msr, denied) in SPECULATION.into_iter().zip(self.cold.speculation_denied) {
             let exits = self.msr_map().intercepted(msr);
             self.msr_map().intercept(msr, exits | denied);
         }
+        // By the map as it came out: the filter may have closed the writes.
         let exits = self.msr_map().intercepted(msr::SPEC_CTRL);
         self.switch.flags &= !VmxSwitch::READ_SPEC_CTRL;
         if !exits.contains(writes) {

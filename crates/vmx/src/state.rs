@@ -117,7 +117,9 @@ impl Cold {
     fn new(features: &Features) -> Result<KBox<Self>, NoMemory> {
         let has = Has { xsaves: features.xsaves, pku: features.pku };
         KBox::new(Self {
+            // Unique for the host's life: an address may be another vCPU's later.
             id: IDS.fetch_add(1, Relaxed),
+            // No CPU: the first run is an arrival.
             last_at: usize::MAX,
             shadowed_cr3: 0,
             shadow_root: 0,
@@ -195,6 +197,7 @@ impl<C: Cpu> Vmx<C> {
         let mut this = Self {
             cpu,
             vmcs: Vmcs::new(features.revision)?,
+            // Whatever the CPU has of this VPID or of these tables is of before.
             attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
             nmi_behind_sti: false,
@@ -214,6 +217,7 @@ impl<C: Cpu> Vmx<C> {
             kernel_gs_base: Exchanged::default(),
             paging: Paging::default(),
             owned: Owned::of(Paging::default(), &GuestLimits::default()),
+            // Until somebody has set XCR0 it is not known whether the two differ.
             extended: features.xsave,
             tsc_aux: 0,
             tsc_offset: 0,
@@ -223,6 +227,7 @@ impl<C: Cpu> Vmx<C> {
             beside: false,
             nested: None,
         };
+        // Before anybody runs it: what is set is noted, and written at the first load.
         this.init_control();
         Ok(this)
     }
@@ -248,6 +253,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     pub(crate) fn write_constants(&self) {
         self.vmcs.write_constants(&self.cpu);
+        // Behind the VMCS's own: this page is the vCPU's, and both of its VMCSs name it.
         vmcs::write(&self.cpu, field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
         self.write_optional_constants();
     }
@@ -258,8 +264,10 @@ impl<C: Cpu> Backend for Vmx<C> {
         // Before the registers, which are written by who owns which bit.
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
+        // VMX operation goes before the registers are set: its rules would refuse their reset values.
         self.leave_operation();
         reset_registers(self, reset);
+        // A halted guest that is reset runs.
         self.end_halt();
         self.set(fields::GUEST_RIP, 0xfff0);
         self.set(fields::GUEST_RSP, 0);
@@ -281,6 +289,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         let _ = self.cancel_injection();
         self.offer_interrupt(None);
         self.open_nmi_window(false);
+        // A reset guest's tables are others.
         self.attention |= attention::FLUSH;
     }
 }
@@ -289,6 +298,7 @@ impl<C: Cpu> Drop for Vmx<C> {
     fn drop(&mut self) {
         // The page must not be written after it is freed.
         self.vmcs.clear_elsewhere();
+        // The second and the third VMCS of a guest that was a hypervisor.
         if let Some(n) = &self.nested {
             n.clear_elsewhere();
         }
@@ -298,6 +308,7 @@ impl<C: Cpu> Drop for Vmx<C> {
 
 /// Says when VMX instructions have failed since the last time: each is a bug of this module's.
 fn report_failures() {
+    // Counted by the instructions themselves, in the world switch's crate.
     static REPORTED: AtomicU64 = AtomicU64::new(0);
     let failures = cpu::vmx::failures();
     if REPORTED.swap(failures, Relaxed) != failures {

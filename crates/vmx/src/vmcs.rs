@@ -73,6 +73,7 @@ fn empty_fields() -> Result<KBox<Fields>, NoMemory> {
 impl Vmcs {
     /// A VMCS that is active nowhere and of which nothing is known, under which every MSR exits.
     pub(crate) fn new(revision: u32) -> Result<Self, NoMemory> {
+        // From a page of zeroes: VMCLEAR makes the rest.
         let page = Page::zeroed()?;
         // The CPU recognises a VMCS by its first four bytes.
         if let Some(first) = page.table().first() {
@@ -88,6 +89,7 @@ impl Vmcs {
             unnoted: Cell::new(false),
             here: None,
             page,
+            // Closed: an MSR is opened by who knows that the guest may have it.
             msr_map: MsrMap::all()?,
         })
     }
@@ -116,6 +118,7 @@ impl Vmcs {
         match fields.get(slot) {
             Some(value) => value,
             None => {
+                // Outside the loop a miss costs an IPI at worst; `know_for_outside` is there for that.
                 let raw = if self.loaded.get() {
                     cpu.vmread(slot.encoding())
                 } else {
@@ -130,6 +133,7 @@ impl Vmcs {
     /// Sets a field: in the hardware now, or when the VMCS is loaded.
     #[inline(always)]
     pub(crate) fn set<C: Cpu, W: Width>(&self, cpu: &C, slot: Slot<W, ReadWrite>, value: W::Value) {
+        // Unchanged, nothing is written: for most fields a VMWRITE costs more than the comparison.
         if self.fields.set(slot, value) == Set::Changed {
             if self.loaded.get() {
                 cpu.vmwrite(slot.encoding(), value.into());
@@ -167,6 +171,7 @@ impl Vmcs {
     #[inline(always)]
     #[must_use]
     pub(crate) fn set_ept_pointer<C: Cpu>(&self, cpu: &C, pointer: u64) -> bool {
+        // By the cache: an EPT pointer is nobody's to change but ours.
         let changed = self.fields.set_tag(fields::EPT_POINTER, pointer) == Set::Changed;
         if changed {
             if self.loaded.get() {
@@ -187,6 +192,7 @@ impl Vmcs {
     /// The VMCS is current and stays so until [`Vmcs::unload`]: writes what was set meanwhile.
     #[inline]
     pub(crate) fn load<C: Cpu>(&self, cpu: &C) {
+        // First: what is set while the list is written is written at once.
         self.loaded.set(true);
         if self.fields.has_unwritten() {
             self.fields.write_all(|encoding, value| cpu.vmwrite(encoding, value));
@@ -202,6 +208,7 @@ impl Vmcs {
     /// Clears the VMCS, which was unloaded, if its CPU has not noted that it is active there.
     #[inline]
     pub(crate) fn give_up_unnoted<C: Cpu>(&self, cpu: &C, here: &PerCpu) {
+        // There is a place for 64 on each CPU: more are cleared each time.
         if self.unnoted.get() {
             here.clear(cpu, self.page.hpa());
             self.fields.cpus.active_on.set(None);
@@ -220,6 +227,7 @@ impl Vmcs {
 
     /// Whether it is active on CPU `at`, which is `here`.
     pub(crate) fn is_active_on(&self, at: usize, here: &PerCpu) -> bool {
+        // Both: the CPU, and the time since VMX was switched on there.
         self.fields.cpus.active_on.get() == Some(at)
             // VMX was switched off since: the CPU holds nothing of it.
             && self.fields.cpus.active_in.get() == here.generation()
@@ -234,6 +242,7 @@ impl Vmcs {
     /// What VMX keeps of CPU `at`, on which the VMCS is to run.
     #[inline]
     pub(crate) fn find(&self, at: usize) -> Option<&'static PerCpu> {
+        // Nearly always the same: no look into the table of CPUs.
         if self.fields.cpus.last_cpu == at { self.here } else { percpu::of(at) }
     }
 
@@ -249,6 +258,7 @@ impl Vmcs {
         self.fields.cpus.last_cpu = at;
         self.fields.cpus.last_in = here.generation();
         self.here = Some(here);
+        // 0 is no generation: it asks for a VPID before the next entry.
         self.fields.cpus.vpid_generation = 0;
     }
 
@@ -274,23 +284,27 @@ impl Vmcs {
     #[inline(never)]
     pub(crate) fn forget_translations<C: Cpu>(&mut self, cpu: &C, features: &Features) {
         let Some(here) = self.here else { return };
+        // A new one has nothing under it, and costs no INVVPID.
         if !self.has_vpid_of(here) {
             self.take_vpid(cpu, here, features);
         } else if features.invvpid_single {
             cpu.invvpid(invvpid::SINGLE, self.get(cpu, fields::VPID), 0);
         } else if features.vpid {
+            // Without a single-context INVVPID all tags go, those of other guests too.
             cpu.invvpid(invvpid::ALL, 0, 0);
         }
     }
 
     fn take_vpid<C: Cpu>(&mut self, cpu: &C, here: &PerCpu, features: &Features) {
         self.fields.cpus.vpid_generation = here.vpid_generation();
+        // All translations go at each entry and exit then.
         if !features.vpid {
             return;
         }
         let (vpid, generation, all) = here.new_vpid();
         self.fields.cpus.vpid_generation = generation;
         self.set(cpu, fields::VPID, vpid);
+        // Once in 65535: whatever is under the old numbers goes.
         if all {
             cpu.invvpid(invvpid::ALL, 0, 0);
         }
@@ -301,9 +315,11 @@ impl Vmcs {
     #[inline(never)]
     pub(crate) fn read_outside<C: Cpu>(&self, cpu: &C, encoding: u32) -> u64 {
         // No CPU has made its contents: nothing was written but what the cache knows.
+        // A VMCS that no CPU has seen has no field that could be read.
         if !self.initialised.get() {
             return 0;
         }
+        // Ends: once the CPU that has it has cleared it, this one may take it, unless the thread moves again.
         loop {
             // A caller inside the loop's ends has them off already, and is on the right CPU.
             let off = irq::enabled().then(irq::disable);
@@ -317,8 +333,10 @@ impl Vmcs {
                 }
                 return if on { cpu.vmread(encoding) } else { 0 };
             }
+            // Interrupts are off by somebody else: the other CPU must not be waited for.
             let Some(off) = off else { return 0 };
             irq::enable(off);
+            // An IPI, and a wait: never with interrupts off.
             self.clear_elsewhere();
         }
     }
@@ -333,6 +351,7 @@ impl Vmcs {
     #[cold]
     #[inline(never)]
     pub(crate) fn clear_elsewhere(&self) {
+        // Taken before: a VMCS that is cleared is active nowhere, and launched no more.
         if let Some(at) = self.fields.cpus.active_on.take() {
             // One that went offline has cleared it then.
             smp::run_on(at, clear_here, self.page.hpa().0);
@@ -360,10 +379,12 @@ impl Vmcs {
         if self.fields.cpus.active_on.get() != Some(at)
             || self.fields.cpus.active_in.get() != here.generation()
         {
+            // Once in its life: VMCLEAR of one that was written would throw away what it holds.
             if !self.initialised.get() {
                 // What the page holds besides the revision is for the CPU to make.
                 cpu.vmclear(vmcs);
             }
+            // A VMCS that was cleared is entered by VMLAUNCH.
             self.launched.set(false);
             // Before VMPTRLD: a crash clears what is noted, and what is active without a note would be written back
             // later.
@@ -371,6 +392,7 @@ impl Vmcs {
             self.fields.cpus.active_on.set(Some(at));
             self.fields.cpus.active_in.set(here.generation());
         }
+        // Also where it was active here: another was current meanwhile.
         cpu.vmptrld(vmcs);
         here.set_current(vmcs);
         !self.initialised.replace(true)
@@ -378,6 +400,7 @@ impl Vmcs {
 
     /// Writes the fields that have one value as long as the VMCS lives, whosever guest it runs.
     pub(crate) fn write_constants<C: Cpu>(&self, cpu: &C) {
+        // L0's own guests have no shadow VMCS of their own; vmcs01 gets one later, by the cache.
         write(cpu, field::VMCS_LINK, u64::MAX);
         write(cpu, field::MSR_BITMAP, self.msr_map.hpa().0);
         // Under EPT no load of CR3 exits; without, each of them has to be seen.
@@ -386,6 +409,7 @@ impl Vmcs {
         write(cpu, field::EXIT_MSR_STORE_COUNT, 0);
         write(cpu, field::EXIT_MSR_LOAD_COUNT, 0);
         write(cpu, field::ENTRY_MSR_LOAD_COUNT, 0);
+        // Written once, though it may change later: before the first entry the page has anything there.
         write(cpu, field::GUEST_ACTIVITY, 0);
         write(cpu, field::HOST_RIP, cpu.vmx_exit_address());
         // The kernel runs with null selectors; what user space has is loaded when the loop is left.
