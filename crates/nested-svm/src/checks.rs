@@ -128,7 +128,7 @@ fn injected(event_inj: u64) -> Result<(), Inconsistent> {
     }
     const NMI_VECTOR: u64 = 2;
     let vector = event_inj & event::VECTOR;
-    // Stock KVM does not look at the type: there the CPU finds it at VMRUN of block 02.
+    // What the CPU would find wrong at VMRUN of block 02 is refused before anything of L1 changes.
     match event_inj & event::TYPE {
         // The vector of an interrupt or INT n may be any.
         event::INTR | event::NMI | event::SOFT => Ok(()),
