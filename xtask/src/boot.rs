@@ -2,9 +2,9 @@
 
 use crate::bench::Tools;
 use crate::options::Options;
-use crate::{bench, module};
+use crate::{again, bench, module};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Event, Job, Layout, Module, Outcome, guest};
+use gannet_lab::{Event, Job, Layout, Machine, Module, Outcome, guest};
 use serde::Deserialize;
 
 /// How a measured boot went.
@@ -16,6 +16,9 @@ pub struct BootReport {
     pub ticks_between: Option<u64>,
     /// How the VM ended, in words.
     pub end: String,
+    /// Which attempt of the machine this was, from 1; exitbench does not know.
+    #[serde(skip)]
+    pub attempt: u32,
 }
 
 /// A measured boot, and the lines of the host's log that tell of a fault.
@@ -82,7 +85,11 @@ pub fn job(
     Ok(job)
 }
 
-/// Boots with one CPU and counts instructions up to user space.
+/// How long a measured boot's console may be silent on amd, in seconds. A boot as a whole takes half of that there; one that an event
+/// got lost of is soon tried again.
+const QUIET_ON_AMD: u64 = 60;
+
+/// Boots with one CPU and counts instructions up to user space; again if user space does not answer.
 pub fn measure(
     layout: &Layout,
     options: &Options,
@@ -93,7 +100,21 @@ pub fn measure(
     let more = "--unit instructions --report /out/boot.json";
     let mut job = job(layout, options, tools, module, 1, more)?;
     job.counting = true;
-    let outcome = gannet_lab::run(layout, &job, on_event)?;
+    if job.machine == Machine::Amd {
+        job.patience = job.patience.with_quiet(QUIET_ON_AMD);
+    }
+    let run = |job: &Job| gannet_lab::run(layout, job, on_event);
+    let well = |outcome: &Result<Outcome>| {
+        outcome.as_ref().is_ok_and(|outcome| outcome.refusal().is_some() || read(outcome).is_ok())
+    };
+    let (outcome, attempt) = again::until_well(job, run, well);
+    let outcome = outcome?;
+    let faults = outcome.faults().into_iter().map(str::to_owned).collect();
+    Ok((BootReport { attempt, ..read(&outcome)? }, faults))
+}
+
+/// The report of a machine that booted, or why there is none.
+fn read(outcome: &Outcome) -> Result<BootReport> {
     if let Some(reason) = outcome.refusal() {
         bail!("the module did not load: {reason}");
     }
@@ -104,8 +125,7 @@ pub fn measure(
     if report.ticks_to_marker.is_none() {
         bail!("user space did not answer ({}); it ends with:\n{}", report.end, outcome.tail(20));
     }
-    let faults = outcome.faults().into_iter().map(str::to_owned).collect();
-    Ok((report, faults))
+    Ok(report)
 }
 
 /// Whether the guest's user space answered and exitbench ended well.

@@ -1,5 +1,6 @@
 //! The developer's commands, behind `make`: set up the lab, build the module, check it, run it on emulated machines and measure it.
 
+mod again;
 mod attempt;
 mod bench;
 mod boot;

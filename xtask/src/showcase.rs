@@ -147,6 +147,10 @@ fn print_boots(modules: &[Module], boots: &[(Module, &boot::Measured)]) -> bool 
         match result {
             Ok((report, faults)) => {
                 ticks[usize::from(*module == Module::Gannet)] = report.ticks_to_marker;
+                if report.attempt > 1 {
+                    let name = module.name();
+                    println!("Linux boot on {name}: attempt {} (docs/lab.md)", report.attempt);
+                }
                 for line in faults {
                     println!("{}: the host's log has: {line}", module.name());
                     well = false;

@@ -3,20 +3,18 @@
 
 use super::plan::{Plan, engine};
 use super::results::{All, Figures, Numbers, Results, Run};
+use crate::again;
 use crate::bench::{self, Entry, Report, Tools};
 use crate::boot::BootReport;
 use crate::module;
 use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
 use anyhow::Result;
-use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest, untimed};
+use gannet_lab::{Counts, Event, Job, Layout, Outcome, guest, untimed};
 use minijinja::{context, value::Serde};
 
 /// The line before a part of the machine's command begins so, and ends with the part's number.
 const PART: &str = "MECHANISMS-PART ";
-
-/// How often a machine is tried at most: QEMU aborts now and then, or loses an event of a guest's (docs/lab.md).
-const ATTEMPTS: u32 = 3;
 
 /// Performs all runs, those of the last machine first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that
 /// does not work at all is an error.
@@ -50,24 +48,17 @@ pub fn measure(layout: &Layout, plan: &Plan, options: &Options) -> Result<All> {
     Ok(all)
 }
 
-/// Runs one machine. One that counts does the same every time, and fails the same way: a later attempt gets a word more on its kernel's
-/// command line, which moves everything by some instructions. On Bochs there is nothing to move.
-fn run_one(layout: &Layout, of: &Run, mut job: Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
-    let attempts = if job.machine == Machine::Amd { ATTEMPTS } else { 1 };
-    let mut number = 1;
-    loop {
-        let run = match gannet_lab::run(layout, &job, event) {
-            Ok(outcome) => gather(of, &outcome),
-            Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.clone() },
-        };
+/// Runs one machine, again if something of it is missing.
+fn run_one(layout: &Layout, of: &Run, job: Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
+    let run = |job: &Job| match gannet_lab::run(layout, job, event) {
+        Ok(outcome) => gather(of, &outcome),
+        Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.clone() },
+    };
+    let well = |run: &Run| {
         let missing = run.guests.values().any(|guest| guest.missing.is_some());
-        let well = run.refused.is_some() || (run.remarks.is_empty() && !missing);
-        if well || number == attempts {
-            return run;
-        }
-        number += 1;
-        job.append = format!("attempt={number}");
-    }
+        run.refused.is_some() || (run.remarks.is_empty() && !missing)
+    };
+    again::until_well(job, run, well).0
 }
 
 /// The task of a part that is `guest TASK WORDS`.
