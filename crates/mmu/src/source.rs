@@ -67,8 +67,15 @@ impl Role {
             || (entry & PS != 0 && level <= 3 && (!self.is_narrow() || self.has_large_narrow()))
     }
 
-    /// Bits of a present guest entry at this role's level that must be 0: the one table of them, by
+    /// Bits of a present guest entry that ends the walk at this role's level that must be 0: the one table of them, by
     /// paging mode, level and what the guest's CPU has (SDM vol. 3A §4.3 to §4.5, APM vol. 2 §5.3).
+    #[inline]
+    pub(crate) fn reserved_in_leaf(self) -> u64 {
+        self.reserved(true)
+    }
+
+    /// As [`reserved_in_leaf`](Self::reserved_in_leaf), of an entry that ends the walk (`leaf`) or
+    /// leads to a table.
     #[inline]
     pub(crate) fn reserved(self, leaf: bool) -> u64 {
         let level = self.level();

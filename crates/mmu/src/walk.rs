@@ -262,7 +262,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         }
         path.push(pde_at, pde);
         if role.is_leaf(pde) {
-            if pde & role.reserved(true) != 0 {
+            if pde & role.reserved_in_leaf() != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
             self.permit(pde, 0, 0)?;

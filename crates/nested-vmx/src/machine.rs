@@ -14,7 +14,7 @@ use x86::vmcs::{Groups, InstructionError, ProcControls2};
 use x86::{Cr0, Exception, Gpa, Rflags};
 
 pub use enlightened::Told;
-pub use entry::{Entered, PendingEntry};
+pub use entry::{By, Entered, PendingEntry};
 pub use function::Switch;
 pub use invalidate::Invalidation;
 
@@ -328,11 +328,11 @@ impl Machine {
         result
     }
 
-    /// VMRESUME, or VMLAUNCH (`launch`): what [`execute`](Self::execute) does, and nothing of the others.
+    /// VMLAUNCH or VMRESUME: what [`execute`](Self::execute) does, and nothing of the others.
     #[inline]
     pub fn execute_entry(
         &mut self,
-        launch: bool,
+        by: By,
         cpu: &Cpu,
         limits: &Limits,
         memory: &impl GuestMemory,
@@ -344,7 +344,7 @@ impl Machine {
         if cpu.cpl > 0 {
             return Err(Fail::Fault(Exception::gp(0)));
         }
-        match self.enter(launch, cpu, limits, memory) {
+        match self.enter(by, cpu, limits, memory) {
             Err(Fail::Valid(error)) => Err(self.fail(error, memory)),
             result => result,
         }
@@ -375,8 +375,8 @@ impl Machine {
             Instruction::Vmwrite { field, from, value } => {
                 self.vmwrite(field, from, value, cpu, l1)
             }
-            Instruction::Vmresume => self.enter(false, cpu, limits, l1).map(Then::Enter),
-            Instruction::Vmlaunch => self.enter(true, cpu, limits, l1).map(Then::Enter),
+            Instruction::Vmresume => self.enter(By::Vmresume, cpu, limits, l1).map(Then::Enter),
+            Instruction::Vmlaunch => self.enter(By::Vmlaunch, cpu, limits, l1).map(Then::Enter),
             Instruction::Vmptrld { pointer } => self.vmptrld(pointer, limits, l1),
             Instruction::Vmclear { pointer } => self.vmclear(pointer, limits, l1),
             Instruction::Vmptrst { to } => self.vmptrst(to, l1),

@@ -15,7 +15,7 @@ mod world;
 use enlightened::Enlightened;
 use gannet_nested_vmx::checks::controls;
 use gannet_nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
-use gannet_nested_vmx::machine::{Cpu, Entered, Instruction, Then};
+use gannet_nested_vmx::machine::{By, Cpu, Entered, Instruction, Then};
 use gannet_nested_vmx::merge;
 use gannet_nested_vmx::{Fail, GuestMemory, Machine, Vmcs12};
 use proptest::prelude::*;
@@ -83,13 +83,18 @@ impl Pair {
 
     /// What an instruction does. An entry looks for an enlightened VMCS first.
     fn execute(&mut self, instruction: Instruction, cpu: &Cpu) -> Result<Then, Fail> {
-        let launch = matches!(instruction, Instruction::Vmlaunch);
-        let enters = launch || matches!(instruction, Instruction::Vmresume);
+        let by = match instruction {
+            Instruction::Vmlaunch => Some(By::Vmlaunch),
+            Instruction::Vmresume => Some(By::Vmresume),
+            _ => None,
+        };
         let m = &mut self.machine;
-        if enters && m.asks_assist_page() {
+        if let Some(by) = by
+            && m.asks_assist_page()
+        {
             let behind = m.behind();
             m.fetch(&self.hardware, &world::KNOWN, behind);
-            match m.load_enlightened(launch, cpu, &LIMITS, &self.memory) {
+            match m.load_enlightened(by, cpu, &LIMITS, &self.memory) {
                 Ok(Loaded::Page) => {
                     let told = (m.keeps_msr_bitmap(), m.told().unwrap().direct_flush);
                     assert_eq!(told, self.model.enlightened.told);
@@ -170,7 +175,7 @@ impl Pair {
                 assert_eq!(failure, None);
                 self.compose(dirty);
                 self.machine.entered(entry);
-                self.model.entered(entry.launch);
+                self.model.entered(entry.by == By::Vmlaunch);
                 self.run(number);
             }
         }

@@ -46,7 +46,7 @@ impl State {
         table: &GuestPage,
     ) {
         let role = self.arena.page(id).role.get();
-        let (reserved, mut made) = (role.reserved(true), 0);
+        let (reserved, mut made) = (role.reserved_in_leaf(), 0);
         while missing != 0 {
             let index = first + missing.trailing_zeros() as usize;
             missing &= missing - 1;

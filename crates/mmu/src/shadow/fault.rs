@@ -221,7 +221,10 @@ impl State {
             return Some(self.reflect(access, role, 0));
         }
         // What has to set bits, or has an error code of its own, takes the long way.
-        if entry & A == 0 || (access.write && entry & D == 0) || entry & role.reserved(true) != 0 {
+        if entry & A == 0
+            || (access.write && entry & D == 0)
+            || entry & role.reserved_in_leaf() != 0
+        {
             return None;
         }
         let mut grant = role.grant().and(Grant::of(entry));

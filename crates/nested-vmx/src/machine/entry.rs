@@ -7,11 +7,20 @@ use crate::checks::{self, Limits};
 use crate::outcome::EntryFailure;
 use crate::{Fail, GuestMemory, priority};
 
+/// The two instructions that enter L2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// VMLAUNCH wants a VMCS that is clear, which becomes a launched one when the entry succeeds.
+    Vmlaunch,
+    /// VMRESUME wants a launched one.
+    Vmresume,
+}
+
 /// An entry whose controls and host state are good.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingEntry {
-    /// VMLAUNCH: the VMCS becomes a launched one when the entry succeeds.
-    pub launch: bool,
+    /// The instruction that enters.
+    pub by: By,
 }
 
 /// What became of an entry.
@@ -29,7 +38,7 @@ pub enum Entered {
 impl Machine {
     pub(super) fn enter(
         &mut self,
-        launch: bool,
+        by: By,
         cpu: &Cpu,
         limits: &Limits,
         memory: &impl GuestMemory,
@@ -44,17 +53,19 @@ impl Machine {
         if cpu.blocked_by_mov_ss {
             return Err(Fail::Valid(InstructionError::EntryBlockedByMovSs));
         }
-        match (launch, self.vmcs12.is_launched()) {
-            (true, true) => return Err(Fail::Valid(InstructionError::VmlaunchNotClear)),
-            (false, false) => return Err(Fail::Valid(InstructionError::VmresumeNotLaunched)),
-            (true, false) | (false, true) => {}
+        match (by, self.vmcs12.is_launched()) {
+            (By::Vmlaunch, true) => return Err(Fail::Valid(InstructionError::VmlaunchNotClear)),
+            (By::Vmresume, false) => {
+                return Err(Fail::Valid(InstructionError::VmresumeNotLaunched));
+            }
+            (By::Vmlaunch, false) | (By::Vmresume, true) => {}
         }
         // Controls before the host state: the first that fails names the error, 7 or 8.
         self.check_controls(limits, memory)
             .map_err(|_| Fail::Valid(InstructionError::InvalidControls))?;
         self.check_host(limits).map_err(|_| Fail::Valid(InstructionError::InvalidHostState))?;
         // Up to here nothing has changed: what fails before is VMfail, what fails behind is an exit.
-        Ok(PendingEntry { launch })
+        Ok(PendingEntry { by })
     }
 
     /// Checks the control fields that L1 has changed since they were checked last.

@@ -485,15 +485,22 @@ impl<B: Backend> Vcpu<B> {
         Ok(Acknowledged { vector, of_apic: true })
     }
 
-    /// L2's run has ended for an interrupt, or it has not.
-    fn acknowledge(&mut self, taken: Acknowledged, ended: bool) {
+    /// L2's run has ended for an interrupt: it is L1's.
+    fn acknowledge(&mut self, taken: Acknowledged) {
+        // The PIC has noted it as it gave the vector.
+        if let Some(vector) = taken.vector.filter(|_| taken.of_apic) {
+            self.shared.lapic.set_isr(vector);
+        }
+    }
+
+    /// L2 goes on: nothing was told to anybody, and the interrupt waits again as before.
+    fn give_back(&mut self, taken: Acknowledged) {
         let Some(vector) = taken.vector else { return };
-        match (taken.of_apic, ended) {
-            (true, true) => self.shared.lapic.set_isr(vector),
-            // Nothing was told to anybody: it waits again as before.
-            (true, false) => self.shared.lapic.set_irr(vector),
-            (false, true) => self.events.external = None,
-            (false, false) => {}
+        if taken.of_apic {
+            self.shared.lapic.set_irr(vector);
+        } else {
+            // The PIC gives its vector once: it waits where the next delivery looks first.
+            self.events.external = Some(vector);
         }
     }
 
@@ -511,7 +518,7 @@ impl<B: Backend> Vcpu<B> {
                     Ok(true) => return Ended::Posted,
                     Ok(false) => {}
                     Err(()) => {
-                        self.acknowledge(found, false);
+                        self.give_back(found);
                         return Ended::Outside;
                     }
                 }
@@ -542,7 +549,7 @@ impl<B: Backend> Vcpu<B> {
         });
         let Some(done) = done else { return Ended::No };
         if done == Executed::Outside {
-            self.acknowledge(taken, false);
+            self.give_back(taken);
             // The attempt has changed nothing: what was prepared is prepared again.
             if let Some(event) = prepared {
                 self.b.inject(event);
@@ -551,7 +558,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // L1 has it in its information on the exit.
         self.events.again = None;
-        self.acknowledge(taken, true);
+        self.acknowledge(taken);
         if self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
             match waiting {
                 Waiting::Nmi => {

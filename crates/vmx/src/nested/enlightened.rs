@@ -2,12 +2,13 @@
 
 use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX, Registers as _};
 use cpu::Cpu;
+use nested_vmx::machine::By;
 use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
 use nested_vmx::{Fail, leave::Report};
 use x86::segment::attr;
 use x86::vmcs::{ExitReason, enlightened::flush};
 
-use super::{access::Memory, kept::Nested};
+use super::{access::Memory, instruction::reason_of, kept::Nested};
 use crate::state::Vmx;
 
 impl<C: Cpu> Vmx<C> {
@@ -55,7 +56,7 @@ impl<C: Cpu> Vmx<C> {
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        reason: ExitReason,
+        by: By,
         memory: &Memory<'_, M>,
     ) -> Result<(), Executed> {
         // What the VMCS that may be given up has of L2.
@@ -67,10 +68,9 @@ impl<C: Cpu> Vmx<C> {
         if n.machine.current().is_some() && !memory.is_whole() {
             return Err(Executed::Outside);
         }
-        let cpu = self.nested_cpu(n, reason);
+        let cpu = self.nested_cpu(n, reason_of(by));
         let limits = self.nested_limits();
-        let launch = reason == ExitReason::Vmlaunch;
-        let loaded = n.machine.load_enlightened(launch, &cpu, &limits, memory);
+        let loaded = n.machine.load_enlightened(by, &cpu, &limits, memory);
         // What came of it on missing pages means nothing: it is done again outside.
         if memory.has_missed() {
             // The run loop brings in that page, and not the operand's.

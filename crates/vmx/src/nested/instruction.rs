@@ -4,7 +4,7 @@ use backend::{
     ControlRegisters, Executed, Gprs, L1Memory, RSP, Registers, SegmentName, WorldSwitch,
 };
 use cpu::Cpu;
-use nested_vmx::machine::{self, Address, Instruction, Place, Then};
+use nested_vmx::machine::{self, Address, By, Instruction, Place, Then};
 use nested_vmx::operand::{self, Context, Information};
 use nested_vmx::{Fail, Machine, checks::Limits};
 use x86::msr::debugctl;
@@ -12,13 +12,21 @@ use x86::segment::attr;
 use x86::vmcs::{ExitReason, interruptibility};
 use x86::{Cr4, Direction, Efer, Rflags, Segment};
 
-use super::{access::Memory, kept::Nested};
+use super::{access::Memory, kept::Nested, shadow::Taken};
 use crate::{fields, state::Vmx};
 
 /// Bit of the instruction information: the first operand of VMREAD and VMWRITE is a register.
 const IS_REGISTER: u32 = 1 << 10;
 /// Linear addresses with four levels of tables and with five.
 const LINEAR_BITS: (u32, u32) = (48, 57);
+
+/// The exit that an instruction which enters L2 has caused.
+pub(super) const fn reason_of(by: By) -> ExitReason {
+    match by {
+        By::Vmlaunch => ExitReason::Vmlaunch,
+        By::Vmresume => ExitReason::Vmresume,
+    }
+}
 
 const fn name_of(segment: u8) -> SegmentName {
     match segment {
@@ -196,10 +204,11 @@ impl<C: Cpu> Vmx<C> {
             n.timer = None;
         }
         let memory = Memory::new(l1);
-        if matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch) {
-            return self.execute_entry(n, gprs, reason, &memory);
+        match reason {
+            ExitReason::Vmresume => self.execute_entry(n, gprs, By::Vmresume, &memory),
+            ExitReason::Vmlaunch => self.execute_entry(n, gprs, By::Vmlaunch, &memory),
+            _ => self.execute_other(n, gprs, reason, memory),
         }
-        self.execute_other(n, gprs, reason, memory)
     }
 
     /// VMLAUNCH and VMRESUME.
@@ -208,15 +217,15 @@ impl<C: Cpu> Vmx<C> {
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        reason: ExitReason,
+        by: By,
         memory: &Memory<'_, M>,
     ) -> Executed {
         // One or the other: the hardware does not serve an L1 with an enlightened VMCS.
         if n.is_served() {
             // What L1 wrote by VMWRITE since the last exit is not in VMCS12 yet.
-            self.take_shadow(n, true);
+            self.take_shadow(n, Taken::ForEntry);
         } else if n.machine.asks_assist_page()
-            && let Err(done) = self.load_enlightened(n, gprs, reason, memory)
+            && let Err(done) = self.load_enlightened(n, gprs, by, memory)
         {
             return done;
         }
@@ -226,10 +235,9 @@ impl<C: Cpu> Vmx<C> {
             // Checks look at registers of L2's that the last exit left in vmcs02.
             self.fetch(n, needs);
         }
-        let cpu = self.nested_cpu(n, reason);
+        let cpu = self.nested_cpu(n, reason_of(by));
         let limits = self.nested_limits();
-        let launch = reason == ExitReason::Vmlaunch;
-        let done = match n.machine.execute_entry(launch, &cpu, &limits, memory) {
+        let done = match n.machine.execute_entry(by, &cpu, &limits, memory) {
             // First: what came of checks on missing pages means nothing.
             _ if memory.has_missed() => Executed::Outside,
             Ok(entry) => self.enter_l2(n, entry, gprs, &limits, memory),
@@ -268,7 +276,7 @@ impl<C: Cpu> Vmx<C> {
         };
         // What L1 wrote goes into its memory along with the rest.
         if leaves_current {
-            self.take_shadow(n, false);
+            self.take_shadow(n, Taken::Whole);
         }
         let done = self.perform(n, gprs, (reason, instruction), memory);
         // Before L1 goes on: it reads there what this instruction has changed.

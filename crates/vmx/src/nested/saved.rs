@@ -5,7 +5,7 @@ use backend::{
 };
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::machine::PendingEntry;
+use nested_vmx::machine::{By, PendingEntry};
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use nested_vmx::{apic_page, virtual_interrupts};
@@ -15,6 +15,7 @@ use x86::{Cr0, Dr7, Efer};
 use super::{
     access::{Block, Memory},
     kept::Nested,
+    shadow::Taken,
 };
 use crate::{fields, state::Vmx};
 
@@ -32,7 +33,7 @@ impl<C: Cpu> Vmx<C> {
     /// Brings VMCS12 up to date with all that is kept elsewhere.
     pub(super) fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
         // VMCS12 as user space sees it has all that L1 has written.
-        self.take_shadow(n, false);
+        self.take_shadow(n, Taken::Whole);
         // It goes on serving: what it has is given again before L1 runs.
         n.machine.mirror_taken();
         if !self.cold.of_l1.runs {
@@ -144,7 +145,7 @@ impl<C: Cpu> Vmx<C> {
             }
         }
         // As behind an entry: vmcs02 is what VMCS12 says, and nothing is dirty.
-        n.machine.entered(PendingEntry { launch: false });
+        n.machine.entered(PendingEntry { by: By::Vmresume });
         let v = n.machine.vmcs12();
         // The page may come later.
         // By the status alone: whoever delivers looks at the page.
@@ -168,7 +169,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
     ) -> Result<(), Unrestorable> {
         self.with_nested(|this, n| {
             // Before the page of an enlightened VMCS is read: the one or the other has what L1 wrote last.
-            this.take_shadow(n, false);
+            this.take_shadow(n, Taken::Whole);
             n.machine.refresh_enlightened(&Memory::new(l1));
             let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
             // Without a VMCS there is no image, and nothing to be brought up to date.

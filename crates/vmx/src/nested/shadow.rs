@@ -16,6 +16,15 @@ use crate::{fields, percpu::PerCpu, state::Vmx};
 /// A link pointer that points nowhere.
 const NOWHERE: u64 = u64::MAX;
 
+/// How much of what L1 has written into the shadow VMCS is taken over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// As much as an entry looks at.
+    ForEntry,
+    /// All: VMCS12 leaves the CPU, or is shown to user space.
+    Whole,
+}
+
 impl Nested {
     /// Whether the shadow VMCS may have to be made ready, or given up: L1 is in VMX operation, or was.
     #[inline]
@@ -127,13 +136,13 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Takes over what L1 has written into the shadow VMCS, or as much as an entry looks at.
-    pub(super) fn take_shadow(&mut self, n: &mut Nested, for_entry: bool) {
+    /// Takes over what L1 has written into the shadow VMCS.
+    pub(super) fn take_shadow(&mut self, n: &mut Nested, taken: Taken) {
         // Nothing is read that L1 cannot have written.
         if !n.is_served() || !n.machine.is_mirror_ahead() {
             return;
         }
-        if for_entry {
+        if taken == Taken::ForEntry {
             // What is asked of vmcs01 before another is current.
             // Known from here on, so that an entry does not load vmcs01 for them once more.
             let _ = self.get(fields::GUEST_SS_RIGHTS);
@@ -151,10 +160,9 @@ impl<C: Cpu> Vmx<C> {
         };
         let _ = shadow.vmcs.make_current(&self.cpu, here);
         let read = |encoding| self.cpu.vmread(encoding);
-        if for_entry {
-            n.machine.take_mirror_for_entry(read);
-        } else {
-            n.machine.take_mirror(read);
+        match taken {
+            Taken::ForEntry => n.machine.take_mirror_for_entry(read),
+            Taken::Whole => n.machine.take_mirror(read),
         }
     }
 
