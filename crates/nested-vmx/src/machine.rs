@@ -344,9 +344,15 @@ impl Machine {
         if cpu.cpl > 0 {
             return Err(Fail::Fault(Exception::gp(0)));
         }
-        match self.enter(by, cpu, limits, memory) {
-            Err(Fail::Valid(error)) => Err(self.fail(error, memory)),
-            result => result,
+        self.enter(by, cpu, limits, memory)
+    }
+
+    /// An entry has failed, and that is final: the VMCS is told the number. Not part of the entry itself: where a page
+    /// of L1's was only missing, the same entry may yet succeed outside the loop.
+    pub fn refuse_entry(&mut self, fail: Fail, memory: &impl GuestMemory) -> Fail {
+        match fail {
+            Fail::Valid(error) => self.fail(error, memory),
+            fail => fail,
         }
     }
 

@@ -431,6 +431,27 @@ fn what_l2_was_to_take_goes_with_it() {
     }
 }
 
+/// A VMM that saves no payloads has saved L2's fault while it waits: L1 is told its address all the same.
+#[test]
+fn an_address_that_went_to_cr2_early_is_told_to_l1() {
+    const PF: u8 = 14;
+    const ADDRESS: u64 = 0x1234_5678;
+    let mut machine = intercepting(0);
+    machine.put(THIRD, 1 << PF);
+    machine.stop_in_l2();
+    let fault = x86::Exception { vector: Vector(PF), error_code: Some(2), payload: Some(ADDRESS) };
+    let given = SavedEvents { exception: Some(fault), ..SavedEvents::default() };
+    machine.vcpu.restore_events(&given, GivenEvents::default());
+    machine.vcpu.deliver_exception_payload();
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Excp0.0 + u64::from(PF));
+    assert_eq!(machine.get(BLOCK + 0x80), ADDRESS);
+}
+
 /// The VMM has the interrupt controllers, L1 has interrupts on and intercepts them, and L2 masks its own: the VMM is
 /// asked for the interrupt that ends L2's run, and sees the task priority of L1.
 #[test]

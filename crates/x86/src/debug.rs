@@ -42,6 +42,12 @@ impl Dr6 {
         Self::new(gathered ^ payload & Self::ACTIVE_LOW)
     }
 
+    /// The payload of a #DB that has left this: every bit that is set says what happened. A task's trap bit is none.
+    #[inline]
+    pub const fn payload(self) -> u64 {
+        (self.0 ^ Self::ACTIVE_LOW) & !Self::BT
+    }
+
     /// The register as a MOV reads it.
     #[inline]
     pub const fn bits(self) -> u64 {
@@ -130,5 +136,7 @@ mod tests {
         assert_eq!(step.after_db(Dr6::BD).bits(), 0xffff_6ff0);
         assert_eq!(Dr6::RESET.after_db(1 << 16).bits(), 0xfffe_0ff0, "active low");
         assert_eq!(Dr6::RESET.after_db(1 << 40 | 1 << 12), Dr6::RESET);
+        assert_eq!(step.payload(), Dr6::BS | 1);
+        assert_eq!(Dr6::RESET.after_db(1 << 16).payload(), 1 << 16);
     }
 }

@@ -73,7 +73,8 @@ impl Guest {
 
     fn enter(&mut self, by: By) -> Result<PendingEntry, Fail> {
         assert_eq!(self.load(by), Ok(Loaded::Page));
-        self.machine.execute_entry(by, &CPU, &LIMITS, &self.memory)
+        let entry = self.machine.execute_entry(by, &CPU, &LIMITS, &self.memory);
+        entry.map_err(|fail| self.machine.refuse_entry(fail, &self.memory))
     }
 
     /// L2 runs.
@@ -399,7 +400,12 @@ fn what_the_page_does_not_carry_is_not_offered() {
     let pin = v.pin() | PinControls::PREEMPTION_TIMER;
     v.set(field::PIN_CONTROLS, pin.bits());
     fill(&guest.memory, PAGE, &v);
-    assert_eq!(guest.enter(By::Vmlaunch), Err(Fail::Valid(InstructionError::InvalidControls)));
+    assert_eq!(guest.load(By::Vmlaunch), Ok(Loaded::Page));
+    let entry = guest.machine.execute_entry(By::Vmlaunch, &CPU, &LIMITS, &guest.memory);
+    // The entry may be made again outside the loop: nothing is told until it is final.
+    assert_eq!(get(&guest.memory, PAGE, 0x4400), 0);
+    let fail = guest.machine.refuse_entry(entry.unwrap_err(), &guest.memory);
+    assert_eq!(fail, Fail::Valid(InstructionError::InvalidControls));
     assert_eq!(get(&guest.memory, PAGE, 0x4400), 7);
     let mut v = good();
     let primary = v.primary() | ProcControls::SECONDARY;

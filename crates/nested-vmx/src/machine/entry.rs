@@ -168,10 +168,10 @@ impl Machine {
     /// L2's MSRs are loaded and the hardware's VMCS holds what the VMCS12 says: the entry has succeeded.
     pub fn entered(&mut self, entry: PendingEntry) {
         // Only now: a VMLAUNCH that fails leaves the VMCS clear.
-        if entry.launch {
+        self.launching = entry.by == By::Vmlaunch;
+        if self.launching {
             self.vmcs12.set_launched(true);
         }
-        self.launching = entry.launch;
         // vmcs02 is VMCS12's from here on; what L1 changes behind is added anew.
         self.dirty = Groups::NONE;
         self.unchecked = Groups::NONE;

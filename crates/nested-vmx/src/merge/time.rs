@@ -22,6 +22,13 @@ fn scale(value: u64, multiplier: u64) -> u64 {
     ((u128::from(value) * u128::from(multiplier)) >> 48) as u64
 }
 
+/// Two multipliers as one. A CPU refuses to enter with 0 (SDM vol. 3C §27.2.1.1), which two small ones make, and the field
+/// does not reach what two large ones make: L1 may ask for either, and the entry is not L1's mistake.
+fn compose(of_l1: u64, of_l2: u64) -> u64 {
+    let product = (u128::from(of_l1) * u128::from(of_l2)) >> 48;
+    u64::try_from(product).unwrap_or(u64::MAX).max(1)
+}
+
 /// Scales a signed number by its magnitude, as hardware-compatible offsets are.
 fn scale_signed(value: u64, multiplier: u64) -> u64 {
     // An offset is signed: as it stands it would be scaled like a time in the far future.
@@ -54,7 +61,7 @@ impl Tsc {
         let multiplier = v.get(field::TSC_MULTIPLIER);
         Self {
             // L1's offset is in L1's ticks: L2's multiplier scales it along with the time.
-            multiplier: scale(self.multiplier, multiplier),
+            multiplier: compose(self.multiplier, multiplier),
             offset: scale_signed(self.offset, multiplier).wrapping_add(offset),
         }
     }
@@ -112,6 +119,14 @@ mod tests {
         assert_eq!(l1.of_l2(&vmcs(0, 1 << 25, 5, ONE * 3)), l1);
         let only = l1.of_l2(&vmcs(8, 0, (-300i64) as u64, ONE * 3));
         assert_eq!(only, Tsc { multiplier: ONE * 2, offset: (-200i64) as u64 });
+    }
+
+    #[test]
+    fn no_multiplier_of_l1s_makes_one_that_the_cpu_refuses() {
+        let slow = Tsc { multiplier: ONE / 2, offset: 0 };
+        assert_eq!(slow.of_l2(&vmcs(8, 1 << 25, 0, 1)).multiplier, 1);
+        let fast = Tsc { multiplier: ONE * 2, offset: 0 };
+        assert_eq!(fast.of_l2(&vmcs(8, 1 << 25, 0, 1 << 63)).multiplier, u64::MAX);
     }
 
     #[test]

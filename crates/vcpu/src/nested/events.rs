@@ -10,7 +10,7 @@ use irqchip::lapic::LapicEffect;
 use mmu::Section;
 use stats::VcpuCount;
 use vm::vcpu_shared::MpState;
-use x86::{Rflags, Vector, exception::vector};
+use x86::{Dr6, Exception, Rflags, Vector, exception::vector};
 
 use super::memory::{Mapped, Whole};
 use crate::{
@@ -504,6 +504,20 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// A waiting exception with what it carries. KVM_GET_VCPU_EVENTS has moved that to CR2 or DR6 for a VMM that saves no
+    /// payloads (KVM API §4.31): L1 would be told of address 0, or of no reason.
+    fn with_payload(&self, e: Exception) -> Exception {
+        let payload = e.payload.or_else(|| match e.vector.0 {
+            vector::PF => Some(self.b.control().cr2),
+            vector::DB => {
+                let [.., dr6, _] = self.debug_regs();
+                Some(Dr6::new(dr6).payload())
+            }
+            _ => None,
+        });
+        Exception { payload, ..e }
+    }
+
     fn end_l2(&mut self, mut waiting: Waiting, s: Option<Section<'_>>) -> Ended {
         if s.is_some() && self.rare.debug.is_in_hardware() {
             return Ended::Outside;
@@ -526,11 +540,16 @@ impl<B: Backend> Vcpu<B> {
             taken = found;
             waiting = Waiting::Interrupt(taken.vector);
         }
+        if let Waiting::Exception(e) = waiting {
+            waiting = Waiting::Exception(self.with_payload(e));
+        }
         if waiting == Waiting::MonitorTrap
             && let Some(e) = self.events.exception.take()
-            && let Some(trap) = self.b.nested_mut().and_then(Nested::monitor_trap_mut)
         {
-            trap.keep_debug_trap(e.payload.unwrap_or(0));
+            let e = self.with_payload(e);
+            if let Some(trap) = self.b.nested_mut().and_then(Nested::monitor_trap_mut) {
+                trap.keep_debug_trap(e.payload.unwrap_or(0));
+            }
         }
         self.tell_activity();
         // What is prepared for L2 is told to L1 as not delivered, or L1 could not inject it again.

@@ -78,7 +78,13 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Exception(e) => {
                 // As an exit of the hardware's would say it: by the mode of L2.
                 let information = inject::encode(Event::Exception(*e), self.cr0);
-                Report::event(information, inject::error_code(e), qualification(e))
+                let mut report =
+                    Report::event(information, inject::error_code(e), qualification(e));
+                // #BP and #OF of an instruction, which an L1 injects again by its length (SDM vol. 3C §28.2.5).
+                if information & event::TYPE == event::SOFT_EXCEPTION {
+                    report.length = self.get(fields::INSTRUCTION_LENGTH);
+                }
+                report
             }
             // An entry owes one of two exits; what it injected has been delivered by now.
             Waiting::MonitorTrap if n.machine.fall_pending => {

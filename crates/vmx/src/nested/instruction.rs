@@ -241,7 +241,10 @@ impl<C: Cpu> Vmx<C> {
             // First: what came of checks on missing pages means nothing.
             _ if memory.has_missed() => Executed::Outside,
             Ok(entry) => self.enter_l2(n, entry, gprs, &limits, memory),
-            Err(fail) => self.conclude(n, gprs, Err(fail), memory),
+            Err(fail) => {
+                let fail = n.machine.refuse_entry(fail, memory);
+                self.conclude(n, gprs, Err(fail), memory)
+            }
         };
         // Also behind an entry that failed: L1 reads the error there.
         // Nothing is given to an L2 that runs: it is the VMCS of L1.
