@@ -77,9 +77,9 @@ impl<'a> RunPage<'a> {
         (self.load(VALID_REGS), self.load(DIRTY_REGS))
     }
 
-    /// Tells that the changed registers were taken.
-    pub fn clear_dirty_registers(&self) {
-        self.store(DIRTY_REGS, 0);
+    /// Tells that the changed registers of a class were taken.
+    pub fn clear_dirty_registers(&self, class: u64) {
+        self.store(DIRTY_REGS, self.load(DIRTY_REGS) & !class);
     }
 
     /// The structure at word `index`, for the shared registers.

@@ -22,8 +22,9 @@ mod time;
 pub use msr::By;
 pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use state::registers::{Regs, Sregs};
+pub use time::tsc::is_close;
 
-use backend::{Backend, Gprs, TSC_RATIO_ONE};
+use backend::{Backend, Gprs};
 use cpuid::{GuestCpuid, Supported};
 use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{AddressSpace, CodeFetch, TableCache};
@@ -155,10 +156,12 @@ impl<B: Backend> Vcpu<B> {
         let paging = this.mmu.roots.paging();
         this.b.set_paging(paging);
         this.reset_registers(Reset::PowerUp);
-        // KVM starts a guest's TSC at zero when its vCPU is made.
-        let host = this.b.host_tsc();
-        this.rare.tsc.offset = this.vm.new_vcpu_tsc_offset(host);
-        let (offset, ratio) = (this.rare.tsc.offset, this.rare.tsc.ratio);
+        // KVM starts a guest's TSC at zero when its vCPU is made. The offset is in the guest's ticks, of a rate that the
+        // VMM may have chosen for the whole VM (KVM API §4.55): the ratio comes first.
+        let (host, ratio) = (this.b.host_tsc(), this.rare.tsc.ratio);
+        this.b.set_tsc(0, ratio);
+        let offset = this.vm.new_vcpu_tsc_offset(this.b.guest_tsc(host));
+        this.rare.tsc.offset = offset;
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
         // A vCPU that never gets a CPUID has to be in force as well: all that exists for nobody exits.
@@ -191,7 +194,7 @@ impl<B: Backend> Vcpu<B> {
                 ended: Vector(0),
                 stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
-                tsc: time::tsc::Tsc { khz: vm.tsc_khz(), ratio: TSC_RATIO_ONE, offset: 0 },
+                tsc: time::tsc::Tsc::of(vm.tsc_khz()),
             })?,
             roots: paging::roots::Roots::new(vm.paging)?,
             shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },

@@ -257,3 +257,19 @@ fn a_task_that_is_left_by_an_instruction_goes_on_behind_it() {
     vm.memory().read(x86::Gpa(OLD + 8 * 4), &mut eip).unwrap();
     assert_eq!(u64::from(u32::from_le_bytes(eip)), CODE + 7);
 }
+
+/// A frequency that was set for the whole VM is a vCPU's from its first tick: the offset is in the guest's ticks.
+#[test]
+fn the_vcpus_of_a_vm_with_a_frequency_of_its_own_are_in_step() {
+    let mut machine = Machine::default();
+    machine.features.tsc_ratio = true;
+    let vm = vm(&machine);
+    let khz = vm.tsc_khz();
+    vm.settings.tsc_khz.store(3 * khz, Relaxed);
+    let first = add_vcpu(&machine, &vm, 0);
+    machine.tsc = 1_000_000;
+    let second = add_vcpu(&machine, &vm, 1);
+    assert_eq!([first.tsc_khz(), second.tsc_khz()], [3 * khz; 2]);
+    // The first one's TSC was 0 when the host's was 1.
+    assert_eq!([first.tsc_offset(), second.tsc_offset()], [(-3_i64) as u64; 2]);
+}

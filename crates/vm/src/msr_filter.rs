@@ -22,8 +22,8 @@ pub struct MsrRange {
 impl MsrRange {
     /// What the range says of an access. `None`: nothing.
     fn says(&self, index: u32, direction: Direction) -> Option<bool> {
-        // Wrapping: an MSR below the base becomes a number above every count.
-        let at = index.wrapping_sub(self.base);
+        // A range that goes beyond the last number says nothing of the first ones.
+        let at = index.checked_sub(self.base)?;
         let concerned = at < self.count && self.over.contains(direction.into());
         let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);
         concerned.then_some(word >> (at % 64) & 1 != 0)
@@ -70,6 +70,16 @@ mod tests {
 
     fn range(base: u32, count: u32, over: Directions, word: u64) -> MsrRange {
         MsrRange { base, count, over, bitmap: [word].into() }
+    }
+
+    #[test]
+    fn a_range_ends_at_the_last_number() {
+        let filter = MsrFilter {
+            default_deny: false,
+            ranges: [range(0xffff_fff0, 64, Directions::READS, 0)].into(),
+        };
+        assert!(!filter.allows(0xffff_fff0, Direction::Read));
+        assert!(filter.allows(0x10, Direction::Read));
     }
 
     #[test]

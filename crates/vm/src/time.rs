@@ -53,8 +53,8 @@ impl Default for Time {
 /// Keeps the TSCs of a VM's vCPUs in step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TscMatch {
-    /// The last TSC write of a VMM: guest value, host-scaled TSC, offset.
-    last_write: Option<(u64, u64, u64)>,
+    /// The last TSC write of a VMM: guest value, host-scaled TSC, offset, and the vCPU's frequency in kHz.
+    last_write: Option<(u64, u64, u64, u32)>,
     /// Offset that new vCPUs get: the first one's.
     first_offset: Option<u64>,
 }
@@ -70,7 +70,10 @@ impl TscMatch {
     /// of what an earlier write to another vCPU has become by now is the same write meant for
     /// this one: the offsets match (KVM does so since TSCs are set one by one).
     pub fn match_write(&mut self, value: u64, now: u64, khz: u32) -> u64 {
-        if let Some((last, at, offset)) = self.last_write {
+        // An offset is in ticks of the guest's: one that was made for another rate means nothing here.
+        if let Some((last, at, offset, of)) = self.last_write
+            && of == khz
+        {
             let expected = last.wrapping_add(now.wrapping_sub(at));
             let difference = value.wrapping_sub(expected) as i64;
             // A VMM restores its vCPUs within this time; two values further apart are meant to
@@ -85,7 +88,7 @@ impl TscMatch {
         let offset = value.wrapping_sub(now);
         // The first of a round: the writes to the other vCPUs are compared with it, and vCPUs to
         // come follow it.
-        self.last_write = Some((value, now, offset));
+        self.last_write = Some((value, now, offset, khz));
         self.first_offset = Some(offset);
         offset
     }
@@ -104,6 +107,14 @@ mod tests {
         assert_eq!(t.match_write(5_000_000, 90_000, khz), first);
         let far = t.match_write(5_000_000_000_000, 90_000, khz);
         assert_ne!(far, first);
+    }
+
+    #[test]
+    fn a_write_to_a_vcpu_of_another_frequency_is_one_of_its_own() {
+        let mut t = TscMatch::default();
+        t.match_write(5_000_000, 1_000, 1_000_000);
+        assert_eq!(t.match_write(0, 90_000, 2_000_000), 90_000u64.wrapping_neg());
+        assert_eq!(t.match_write(0, 91_000, 2_000_000), 90_000u64.wrapping_neg());
     }
 
     #[test]

@@ -185,8 +185,7 @@ pub fn fpu(area: &[u8], into: &mut KvmFpu) {
     into.last_opcode = u16::from_le_bytes(part(area, 6));
     into.last_ip = u64::from_le_bytes(part(area, 8));
     into.last_dp = u64::from_le_bytes(part(area, 16));
-    // Stock KVM leaves MXCSR out in both directions.
-    into.mxcsr = u32::from_le_bytes(part(area, 24));
+    // MXCSR stays 0, whatever the field's name promises: stock KVM leaves it out in both directions.
     // A register of ten bytes has a place of sixteen.
     for (slot, at) in into.fpr.iter_mut().zip((FPR..).step_by(16)) {
         *slot = part(area, at);
@@ -196,7 +195,8 @@ pub fn fpu(area: &[u8], into: &mut KvmFpu) {
     }
 }
 
-/// Puts the legacy FPU state into an XSAVE area and marks it as there.
+/// Puts the legacy FPU state into an XSAVE area and marks it as there. MXCSR stays what it is in the area: a VMM that
+/// gives back what stock KVM gave would otherwise unmask every exception of SSE by the 0 in that field.
 pub fn put_fpu(fpu: &KvmFpu, area: &mut [u8]) {
     put(area, 0, fpu.fcw.to_le_bytes());
     put(area, 2, fpu.fsw.to_le_bytes());
@@ -204,7 +204,6 @@ pub fn put_fpu(fpu: &KvmFpu, area: &mut [u8]) {
     put(area, 6, fpu.last_opcode.to_le_bytes());
     put(area, 8, fpu.last_ip.to_le_bytes());
     put(area, 16, fpu.last_dp.to_le_bytes());
-    put(area, 24, fpu.mxcsr.to_le_bytes());
     for (value, at) in fpu.fpr.iter().zip((FPR..).step_by(16)) {
         put(area, at, *value);
     }

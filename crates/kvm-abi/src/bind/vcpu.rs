@@ -62,19 +62,14 @@ impl<B: Backend + 'static> VcpuFile<B> {
         vm: VmRef,
         host: &'static Host,
     ) -> Result<Self, Errno> {
-        let khz = vm.tsc_khz();
         let vcpu = Vcpu::on(backend, shared, vm.clone(), host.offered)?;
-        let mut bound = BoundVcpu {
+        let bound = BoundVcpu {
             vcpu,
             vm: vm.clone(),
             host,
             tid: host::task::current_tid(),
             sipi_vector: 0,
         };
-        // KVM_SET_TSC_KHZ of the VM file is for vCPUs that are made after it (KVM API §4.55).
-        if khz != host.offer.tsc_khz {
-            bound.set_tsc_khz(khz)?;
-        }
         // Zeroed: user space maps both pages, and reads them before the first KVM_RUN.
         Ok(Self { vcpu: Mutex::new(bound), vm, run: Page::zeroed()?, pio: Page::zeroed()? })
     }

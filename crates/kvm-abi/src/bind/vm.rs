@@ -112,11 +112,13 @@ impl<M: MakeBackend> VmFile<M> {
         if settings.boot_cpu_id.load(Relaxed) > limit {
             return Err(Errno::EINVAL);
         }
-        if present == limit {
+        // Stock KVM keeps 0 for "not set", which 0 is equal to.
+        let unset = present == MAX_VCPU_ID;
+        if present == limit || (unset && limit == 0) {
             return Ok(());
         }
         // It can be set once, before there are vCPUs. The default tells that it has not been.
-        if present != MAX_VCPU_ID || limit == 0 || self.vm.vcpus().count() != 0 {
+        if !unset || limit == 0 || self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
         }
         settings.max_vcpu_id.store(limit, Relaxed);
@@ -423,7 +425,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno> {
-        if !self.host.offer.tsc_scaling && khz != self.host.offer.tsc_khz {
+        // As of a vCPU: two hosts never calibrate alike, and a VMM gives back what another host's KVM told.
+        if !self.host.offer.tsc_scaling && !vcpu::is_close(khz, self.host.offer.tsc_khz) {
             return Err(Errno::EINVAL);
         }
         self.without_vcpus(|vm| vm.settings.tsc_khz.store(khz, Relaxed))
@@ -438,6 +441,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         match setting {
             Setting::SplitIrqchip(reserved) => return self.split_irqchip(reserved),
             Setting::X2apicApi(bits) => {
+                // Two that add bits at a time must not leave the rules of one of them.
+                let _making = self.vm.making.lock();
                 // Bits are only added, as in stock KVM.
                 settings.x2apic_api.fetch_or(bits, Relaxed);
                 let flags = settings.x2apic_api.load(Relaxed);

@@ -88,18 +88,20 @@ fn take_registers<V: VcpuOps>(
     }
     if changed & SYNC_X86_REGS != 0 {
         vcpu.set_regs(&page.read::<KvmRegs>(SYNC_REGS))?;
+        // Class by class: a VMM that gets an error sees by the bits left which class it was.
+        page.clear_dirty_registers(SYNC_X86_REGS);
     }
     // By the commands' own checks. The page is another way to them and none around.
     if changed & SYNC_X86_SREGS != 0 {
         let sregs = page.read::<KvmSregs>(SYNC_SREGS);
         state::set_sregs(vcpu, &sregs)?;
+        page.clear_dirty_registers(SYNC_X86_SREGS);
     }
     // Last: setting the general registers drops a pending exception.
     if changed & SYNC_X86_EVENTS != 0 {
         state::set_events(vcpu, page.read::<KvmVcpuEvents>(SYNC_EVENTS))?;
+        page.clear_dirty_registers(SYNC_X86_EVENTS);
     }
-    // After all were taken: a VMM that gets an error still sees what it had asked for.
-    page.clear_dirty_registers();
     Ok(())
 }
 

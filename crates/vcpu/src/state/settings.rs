@@ -9,22 +9,8 @@ use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
 use x86::{Cr4, Dr6, Exception, Vector};
 
+use crate::time::tsc::{Tsc, is_close};
 use crate::{Vcpu, run::events::Outer, state::registers::Invalid};
-
-/// Frequencies that differ by less than this many parts per million count as the same: two hosts
-/// never calibrate alike.
-const TOLERANCE_PPM: u64 = 250;
-
-/// Guest TSC ticks per host tick, 32.32 fixed point.
-fn ratio(guest_khz: u32, host_khz: u32) -> u64 {
-    (u64::from(guest_khz) << 32) / u64::from(host_khz.max(1))
-}
-
-/// Whether the frequencies are the same within the tolerance.
-fn is_close(guest_khz: u32, host_khz: u32) -> bool {
-    let (guest, host) = (u64::from(guest_khz), u64::from(host_khz));
-    guest.abs_diff(host).saturating_mul(1_000_000) <= host.saturating_mul(TOLERANCE_PPM)
-}
 
 impl<B: Backend> Vcpu<B> {
     /// KVM_CAP_X86_DISABLE_EXITS, as it stands when the vCPU is made.
@@ -51,17 +37,14 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_TSC_KHZ. `scaling`: the hardware can scale; without it only the host's own
     /// frequency can be had.
     pub fn set_tsc_khz(&mut self, khz: u32, scaling: bool) -> Result<(), Invalid> {
-        let host_khz = host::clock::tsc_khz();
-        let close = is_close(khz, host_khz);
         // Without scaling only the host's rate can be had. Stock KVM takes a faster one and makes up for it in
         // software.
-        if khz == 0 || !(close || scaling) {
+        if khz == 0 || !(scaling || is_close(khz, host::clock::tsc_khz())) {
             return Err(Invalid);
         }
         let host = self.b.host_tsc();
         let guest = self.b.guest_tsc(host);
-        self.rare.tsc.khz = khz;
-        self.rare.tsc.ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
+        self.rare.tsc = Tsc::of(khz);
         // The guest's TSC goes on from where it is.
         // The new ratio without an offset gives what has to be added.
         self.b.set_tsc(0, self.rare.tsc.ratio);
@@ -132,24 +115,5 @@ impl<B: Backend> Vcpu<B> {
             }
             _ => {}
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_at_half_the_hosts_frequency_has_half_the_ratio() {
-        assert_eq!(ratio(1_500_000, 3_000_000), 1 << 31);
-        assert_eq!(ratio(3_000_000, 3_000_000), 1 << 32);
-        assert_eq!(ratio(1, 0), 1 << 32);
-    }
-
-    #[test]
-    fn a_calibration_error_is_no_other_frequency() {
-        assert!(is_close(3_000_000, 3_000_700));
-        assert!(!is_close(3_000_000, 3_001_000));
-        assert!(is_close(0, 0));
     }
 }

@@ -38,6 +38,8 @@ pub struct Machine {
     pub paging: Paging,
     /// The guest may be a hypervisor.
     pub nested: bool,
+    /// The host's TSC when the vCPU is made.
+    pub tsc: u64,
 }
 
 impl Default for Machine {
@@ -48,6 +50,7 @@ impl Default for Machine {
             irqchip: true,
             paging: Paging::default(),
             nested: false,
+            tsc: 0,
         }
     }
 }
@@ -170,6 +173,7 @@ pub fn add_vcpu(machine: &Machine, vm: &VmRef, id: u32) -> TestVcpu {
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;
+    model.tsc = machine.tsc;
     model.cpuid = Some(if machine.nested { nested::host_cpuid } else { host_cpuid });
     let offered = if machine.nested { nested::offered() } else { offered(machine.xstate_cache) };
     let b = Svm::new(Counting::new(model), machine.features).unwrap();

@@ -242,10 +242,12 @@ impl VmIrq {
                 ..IrqMessage::fixed(Vector(call.vector()), id)
             };
             // 0xff is an id here, like any other.
-            // What was pending already is not counted: nobody hears of it anew.
-            if let LineStatus::Delivered(n) = deliver::to_vcpu(self.core.vcpus(), &message) {
-                count += u64::from(n);
-            }
+            // What was pending already counts, as in stock KVM: the target will take it.
+            count += match deliver::to_vcpu(self.core.vcpus(), &message) {
+                LineStatus::Delivered(n) => u64::from(n),
+                LineStatus::Coalesced => 1,
+                LineStatus::Ignored => 0,
+            };
         }
         count
     }

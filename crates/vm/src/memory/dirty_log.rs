@@ -58,7 +58,11 @@ impl VmMemory {
         let mut taken = Vec::new();
         taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
         if !protect {
-            taken.extend((0..log.words()).map(|n| log.peek(n)));
+            // In stretches, as below: a terabyte's log has four million words.
+            while taken.len() < log.words() {
+                taken.extend((taken.len()..log.words()).take(STRETCH).map(|n| log.peek(n)));
+                task::cond_resched();
+            }
             return Ok(taken);
         }
         let mut any = false;

@@ -263,6 +263,8 @@ impl VmMemory {
 
     /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under TDP until nested paging is asked for.
     pub fn set_shadow_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
+        // A change of slots that has looked whether the VMM has spoken must not come behind what it said.
+        let _held = self.slots_lock.lock();
         if let Some(shadow) = self.derived() {
             // From here on the number of slots changes nothing: the VMM has spoken.
             self.shadow_limited.store(true, Ordering::Relaxed);

@@ -206,14 +206,16 @@ fn the_fpu_is_read_back() -> Outcome {
     let mut fpu: kvm_fpu = guest.vcpu().receive(ioctl::GET_FPU).granted("get")?;
     equal("FCW after reset", fpu.fcw, 0x37f)?;
     // MXCSR is not part of this command, whatever the structure says: it goes by KVM_SET_XSAVE.
-    let mxcsr = fpu.mxcsr;
+    equal("MXCSR", fpu.mxcsr, 0)?;
+    fpu.mxcsr = 0xffff_ffff;
     fpu.fcw = 0x27f;
     for (i, xmm) in fpu.xmm.iter_mut().enumerate() {
         *xmm = [i as u8 + 1; 16];
     }
     guest.vcpu().send(ioctl::SET_FPU, &fpu).granted("set")?;
     let after: kvm_fpu = guest.vcpu().receive(ioctl::GET_FPU).granted("get again")?;
-    equal("FPU", after, kvm_fpu { mxcsr, ..fpu })
+    equal("FPU", after, kvm_fpu { mxcsr: 0, ..fpu })?;
+    equal("MXCSR in the XSAVE area", xsave(&guest)?.region[MXCSR], 0x1f80)
 }
 
 /// Words of `kvm_xsave` (SDM vol. 1 §13.4).

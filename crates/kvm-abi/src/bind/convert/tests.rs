@@ -41,11 +41,14 @@ proptest! {
         given.last_dp = seed ^ 0x2222;
         given.mxcsr = seed as u32;
         let mut area = vec![0u8; 4096];
+        put(&mut area, 24, 0x1f80u32.to_le_bytes());
         put_fpu(&given, &mut area);
+        prop_assert_eq!(part(&area, 24), 0x1f80u32.to_le_bytes());
         prop_assert_eq!(area[512], 3);
         prop_assert!(area[576..].iter().all(|byte| *byte == 0));
         let mut back = KvmFpu::new_zeroed();
         fpu(&area, &mut back);
+        given.mxcsr = 0;
         prop_assert_eq!(back, given);
     }
 
