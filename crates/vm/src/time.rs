@@ -1,6 +1,8 @@
 //! What all vCPUs of a VM share of time: the clock behind kvmclock, and the matching of TSCs that
 //! a VMM writes one vCPU after the other.
 
+use core::num::NonZeroU32;
+
 use host::clock;
 use pv::{HostTime, VmClock};
 
@@ -50,11 +52,22 @@ impl Default for Time {
     }
 }
 
+/// A VMM's write of a vCPU's TSC.
+#[derive(Clone, Copy, Debug)]
+struct Write {
+    value: u64,
+    /// The host's TSC then, scaled.
+    at: u64,
+    offset: u64,
+    /// The vCPU's frequency, kHz.
+    khz: NonZeroU32,
+}
+
 /// Keeps the TSCs of a VM's vCPUs in step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TscMatch {
-    /// The last TSC write of a VMM: guest value, host-scaled TSC, offset, and the vCPU's frequency in kHz.
-    last_write: Option<(u64, u64, u64, u32)>,
+    /// The last TSC write of a VMM.
+    last_write: Option<Write>,
     /// Offset that new vCPUs get: the first one's.
     first_offset: Option<u64>,
 }
@@ -71,24 +84,23 @@ impl TscMatch {
     /// this one: the offsets match (KVM does so since TSCs are set one by one).
     pub fn match_write(&mut self, value: u64, now: u64, khz: u32) -> u64 {
         // An offset is in ticks of the guest's: one that was made for another rate means nothing here.
-        if let Some((last, at, offset, of)) = self.last_write
-            && of == khz
-        {
-            let expected = last.wrapping_add(now.wrapping_sub(at));
+        let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
+        if let Some(last) = self.last_write.filter(|last| last.khz == khz) {
+            let expected = last.value.wrapping_add(now.wrapping_sub(last.at));
             let difference = value.wrapping_sub(expected) as i64;
             // A VMM restores its vCPUs within this time; two values further apart are meant to
             // differ.
-            let second = i64::from(khz.max(1)).saturating_mul(1000);
+            let second = i64::from(khz.get()).saturating_mul(1000);
             // A write of 0 is how VMMs reset TSCs, one vCPU after the other; stock KVM takes it for
             // a wish to be in step, too.
             if value == 0 || difference.saturating_abs() < second {
-                return offset;
+                return last.offset;
             }
         }
         let offset = value.wrapping_sub(now);
         // The first of a round: the writes to the other vCPUs are compared with it, and vCPUs to
         // come follow it.
-        self.last_write = Some((value, now, offset, khz));
+        self.last_write = Some(Write { value, at: now, offset, khz });
         self.first_offset = Some(offset);
         offset
     }
