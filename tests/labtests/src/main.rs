@@ -4,6 +4,7 @@
 //! Prints one line per test, `ok NAME`, `FAIL NAME: expected … got …` or `skip NAME: reason`, then
 //! `N passed, N failed, N skipped`; the exit code is 0 if and only if none failed.
 
+mod counting;
 mod groups;
 mod kvm;
 mod machine;
@@ -26,6 +27,8 @@ fn main() -> ExitCode {
     let file = file.or_else(|| {
         options.resume.as_deref().map(|path| ("resume", groups::nested_state::resume(path)))
     });
+    let file = file.or_else(|| options.count.then(|| ("count", counting::count())));
+    let file = file.or_else(|| options.clocks.then(|| ("clocks", counting::clocks())));
     if let Some((what, outcome)) = file {
         return match outcome {
             Ok(()) => {

@@ -2,7 +2,7 @@
 
 /// How to call this program.
 pub const USAGE: &str = "usage: labtests [--list] [--filter SUBSTRING]... [--skip SUBSTRING]... [--tap] [--times] \
-     | --save PATH | --resume PATH";
+     | --save PATH | --resume PATH | --count | --clocks";
 
 /// What the caller wants.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -21,6 +21,10 @@ pub struct Options {
     pub save: Option<String>,
     /// No tests: let guests run on that were saved there.
     pub resume: Option<String>,
+    /// No tests: a guest that counts for ever.
+    pub count: bool,
+    /// No tests: a program that looks at the clocks for ever.
+    pub clocks: bool,
 }
 
 impl Options {
@@ -44,6 +48,8 @@ pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Str
         match argument.as_str() {
             "--list" => options.list = true,
             "--tap" => options.tap = true,
+            "--count" => options.count = true,
+            "--clocks" => options.clocks = true,
             "--times" => options.times = true,
             "--save" => options.save = Some(arguments.next().ok_or("--save wants a path")?),
             "--resume" => options.resume = Some(arguments.next().ok_or("--resume wants a path")?),
@@ -70,6 +76,12 @@ mod tests {
         let options = parsed(&["--filter", "slots", "--list"]).unwrap();
         let filters = vec!["slots".to_owned()];
         assert_eq!(options, Options { list: true, filters, ..Options::default() });
+    }
+
+    #[test]
+    fn what_runs_without_end_is_no_test() {
+        assert_eq!(parsed(&["--count"]), Ok(Options { count: true, ..Options::default() }));
+        assert_eq!(parsed(&["--clocks"]), Ok(Options { clocks: true, ..Options::default() }));
     }
 
     #[test]
