@@ -38,7 +38,7 @@ help:
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make harden   FILTER=part      the lab tests on a debug kernel (KASAN, lockdep, kmemleak ...), built once in 15 to 25 minutes'
 	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
-	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 20 minutes, root'
+	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 25 minutes, root'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'

@@ -33,12 +33,24 @@ tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 mkdir -p "$tree/bin" "$tree/proc" "$tree/sys" "$tree/dev" "$tree/tmp" "$tree/modules" "$tree/x"
 deb=$cache/debs/$(awk -v g="kernel-$guest" '$1 == g && $2 ~ /^linux-image/ {print $4}' "$root/lab/lab.lock").deb
-dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$tree/x" --wildcards '*/virtio_blk.ko*' '*/failover.ko*' '*/net_failover.ko*' '*/virtio_net.ko*' '*/virtio_mmio.ko*'
+dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$tree/x" --wildcards '*/virtio_blk.ko*' '*/failover.ko*' '*/net_failover.ko*' '*/virtio_net.ko*' '*/virtio_mmio.ko*' \
+    '*/tun.ko*' '*/bridge.ko*' '*/stp.ko*' '*/llc.ko*'
 find "$tree/x" -name '*.ko.xz' -exec xz -d {} +
 find "$tree/x" -name '*.ko' -exec cp {} "$tree/modules/" \;
+mkdir -p "$out/net" # for a machine that is a host on a wire
+for module in virtio_blk failover net_failover virtio_net; do cp "$tree/modules/$module.ko" "$out/net/"; done
+for module in llc stp bridge tun; do mv "$tree/modules/$module.ko" "$out/net/"; done
 rm -rf "$tree/x"
 cp "$lab/busybox/bin/busybox" "$tree/bin/"
 ln -s busybox "$tree/bin/sh"
 install -m 755 "$here/guest-init.sh" "$tree/init"
 (cd "$tree" && find . | LC_ALL=C sort | "$lab/busybox/bin/busybox" cpio -o -H newc 2>/dev/null) >"$out/guest/initramfs"
-install -m 755 "$here/run.sh" "$out/vmm/run.sh"
+
+# The guest that is a hypervisor: the same, with the kernel's own KVM and the program that counts in a guest of its own.
+counter=$lab/cargo-static/x86_64-unknown-linux-gnu/release/labtests
+if [ -x "$counter" ]; then
+    cp "$counter" "$tree/bin/"
+    for module in irqbypass kvm ccp kvm-amd kvm-intel; do cp "$lab/kernel/$guest/modules/$module.ko" "$tree/modules/"; done
+    (cd "$tree" && find . | LC_ALL=C sort | "$lab/busybox/bin/busybox" cpio -o -H newc 2>/dev/null) >"$out/guest/hypervisor"
+fi
+for script in vmm.sh run.sh moves.sh; do install -m 755 "$here/$script" "$out/vmm/$script"; done

@@ -5,9 +5,9 @@ export PATH=/bin
 mount -t proc none /proc
 mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
-job=plain ending=reboot
+job=plain ending=reboot kvm=
 for word in $(cat /proc/cmdline); do
-    case $word in job=*) job=${word#job=} ;; ending=*) ending=${word#ending=} ;; esac
+    case $word in job=*) job=${word#job=} ;; ending=*) ending=${word#ending=} ;; kvm=*) kvm=${word#kvm=} ;; esac
 done
 echo "GUEST-USERSPACE cpus=$(nproc) kernel=$(uname -r) job=$job"
 
@@ -65,6 +65,68 @@ busy() {
     done
     wait
     [ "$(cat /tmp/busy.* | sort -u)" = b2d1236c286a3c0704224fe4105eca49 ] && echo "guest: all CPUs computed the same" || echo "guest: WRONG sums"
+}
+
+# What the kernel has to say from now on, if it is about a fault.
+watch_log() {
+    while read -r line; do
+        case $line in
+            *WARNING* | *BUG* | *'Call Trace'* | *RIP:* | *stall* | *lockup* | *'general protection'* | *'blocked for more'*)
+                echo "guest: WRONG log: $line" ;;
+        esac
+    done </proc/kmsg
+}
+
+# A hypervisor with Debian's own KVM, whose guest counts aloud and checks its memory, registers and clock; on two CPUs it has two.
+l2() {
+    watch_log &
+    vendor=intel
+    grep -qw svm /proc/cpuinfo && vendor=amd && insmod /modules/ccp.ko
+    for module in irqbypass kvm; do insmod /modules/$module.ko || echo "guest: WRONG no $module"; done
+    insmod /modules/kvm-$vendor.ko $kvm || echo "guest: WRONG no kvm-$vendor"
+    if [ "$(nproc)" = 2 ]; then
+        taskset 2 labtests --count | while read -r line; do echo "guest: tock${line#guest: tick}"; done &
+        taskset -p 1 $$ >/dev/null
+    fi
+    labtests --count
+    echo "guest: WRONG the count has ended"
+}
+
+# Everything at once, for a guest that is moved from host to host: clocks, a computation, a disk, packets. What the clocks say
+# goes to the console and, by TCP, to the host 10.0.0.1.
+moves() {
+    watch_log &
+    for module in virtio_blk failover net_failover virtio_net; do insmod /modules/$module.ko || echo "guest: WRONG no $module"; done
+    ip link set eth0 up && ip addr add 10.0.0.100/24 dev eth0
+    (while :; do
+        sum=$(dd if=/dev/zero bs=128k count=16 2>/dev/null | sum_of)
+        [ "$sum" = b2d1236c286a3c0704224fe4105eca49 ] || echo "guest: WRONG sum $sum"
+    done) &
+    # Each of 32 pieces of the disk is written anew in its turn, and one written before is read back.
+    (round=0
+    while :; do
+        piece=$((round % 32)) old=$(((round * 7 + 3) % 32))
+        seq $((round * 15000)) $((round * 15000 + 14999)) | head -c 65536 >/tmp/piece
+        dd if=/tmp/piece of=/dev/vda bs=64k seek=$piece conv=fsync 2>/dev/null || echo "guest: WRONG write"
+        sum_of /tmp/piece >/tmp/sum.$piece
+        echo "guest: disk $round $piece $(cat /tmp/sum.$piece)"
+        blockdev --flushbufs /dev/vda
+        if [ -f /tmp/sum.$old ]; then
+            sum=$(dd if=/dev/vda bs=64k skip=$old count=1 2>/dev/null | sum_of)
+            [ "$sum" = "$(cat /tmp/sum.$old)" ] || echo "guest: WRONG disk, piece $old in round $round"
+        fi
+        round=$((round + 1))
+    done) &
+    (while :; do ping -c 50 -i 0.1 -W 5 10.0.0.2 | sed -n 's/.*packets transmitted/guest: ping &/p' | sed 's/.*ping \([0-9]*\) .* \([0-9]*\) packets received.*/guest: ping \1 \2/'; done) &
+    until ping -c 1 -W 2 10.0.0.1 >/dev/null; do sleep 1; done
+    mkfifo /tmp/stream
+    nc 10.0.0.1 9000 </tmp/stream &
+    labtests --clocks | while read -r line; do
+        case $line in guest:*) ;; *) echo "guest: WRONG clocks: $line" ;; esac
+        echo "$line"
+        echo "$line" >&4
+    done 4>/tmp/stream
+    echo "guest: WRONG the clocks have ended"
 }
 
 $job

@@ -1,81 +1,8 @@
 #!/bin/sh
 # run.sh [TEST...]: runs inside the machine; real VMMs on whatever /dev/kvm is loaded. One `ok` or `FAIL` line per test with its time in
 # seconds, and at the end `N passed, N failed`. Without names: every test.
-work=/tmp/vmm
-qemu_binary=/vmm/qemu-system-x86_64
+. /vmm/vmm.sh
 passed=0 failed=0
-append="console=ttyS0 quiet mitigations=off panic=-1"
-mkdir -p $work
-echo 1 >/proc/sys/vm/overcommit_memory # a guest may be larger than this machine; it touches little
-
-now() { # hundredths of a second since boot
-    read -r up _ </proc/uptime
-    echo "${up%.*}${up#*.}"
-}
-
-# --- a QEMU in the background: serial port in $work/serial, monitor behind two pipes --------------------------------------------
-
-vmm_up() { kill -0 "$vmm" 2>/dev/null; }
-
-# start ARGUMENTS...: QEMU with 128 MiB, the host's CPU, no devices but these.
-start() {
-    rm -f $work/mon.in $work/mon.out $work/serial.old
-    mkfifo $work/mon.in $work/mon.out
-    : >$work/serial
-    : >$work/monitor
-    $qemu_binary -L /vmm/share -accel "$accel" -cpu host -m 128 -nodefaults -no-user-config -display none -serial file:$work/serial \
-        -chardev pipe,id=mon,path=$work/mon -mon chardev=mon,mode=readline "$@" >$work/stdout 2>$work/stderr &
-    vmm=$!
-    cat $work/mon.out >$work/monitor 2>/dev/null &
-    reader=$!
-    exec 3<>$work/mon.in
-}
-accel=kvm
-
-# linux ARGUMENTS...: the same with the guest's uncompressed kernel, which must lead in $guest_append.
-linux() { start -no-reboot -kernel /guest/vmlinux -initrd /guest/initramfs -append "$append $guest_append" "$@"; }
-
-monitor() { echo "$*" >&3; }
-
-# expect FILE PATTERN SECONDS: waits for it; 1 when the VMM ended without it or time is over.
-expect() {
-    limit=$(($(now) + $3 * 100))
-    while :; do
-        grep -qE "$2" $work/$1 && return 0
-        if ! vmm_up; then
-            grep -qE "$2" $work/$1 && return 0
-            why="the VMM ended without '$2'"; return 1
-        fi
-        [ "$(now)" -lt $limit ] || { why="no '$2' within $3 s"; return 1; }
-        usleep 100000
-    done
-}
-serial() { expect serial "$1" "${2:-60}"; }
-answer() { expect monitor "$1" "${2:-20}"; }
-
-# ended SECONDS: waits until the VMM ends by itself.
-ended() {
-    limit=$(($(now) + $1 * 100))
-    while vmm_up; do
-        [ "$(now)" -lt $limit ] || { why="the VMM has not ended within $1 s"; return 1; }
-        usleep 100000
-    done
-    wait "$vmm"
-    status=$?
-    [ $status = 0 ] || { why="the VMM ended with status $status"; return 1; }
-}
-
-stop_vmm() {
-    kill -9 "$vmm" 2>/dev/null
-    wait "$vmm" 2>/dev/null
-    exec 3>&-
-    kill "$reader" 2>/dev/null
-    wait "$reader" 2>/dev/null
-}
-
-right() { # nothing in the serial log says WRONG
-    if grep -q WRONG $work/serial; then why=$(grep -m1 WRONG $work/serial); return 1; fi
-}
 
 # --- the tests ------------------------------------------------------------------------------------------------------------------
 
@@ -316,6 +243,8 @@ debug_guest() { # debug_guest Z0|Z1: a breakpoint in the kernel is met, three si
 debugger_with_planted_breakpoint() { debug_guest Z0; } # not in the list: the emulator delivers INT3 past the host's intercept
 debugger_with_debug_register() { debug_guest Z1; }
 
+. /vmm/moves.sh
+
 every_test="firmware_on_pc firmware_on_q35 firmware_with_two_cpus firmware_with_smm linux_with_smm linux_without_smm
 linux_on_pc linux_on_pc_with_two_cpus linux_on_q35 linux_on_q35_with_two_cpus linux_on_pc_with_four_cpus linux_on_microvm
 linux_knows_where_it_is linux_from_bzimage linux_with_old_interrupts linux_with_x2apic_off linux_on_a_named_cpu linux_above_four_gib
@@ -328,19 +257,19 @@ debugger_with_debug_register"
 # --- running them ---------------------------------------------------------------------------------------------------------------
 
 for name in ${*:-$every_test}; do
-    why= accel=kvm vmm=999999 reader=999999
+    why= note= guest_append= cpus= accel=kvm vmm=999999 reader=999999
     began=$(now)
     $name
     result=$?
     took=$(($(now) - began))
     if [ $result = 1 ] && vmm_up; then # where it hangs
-        for question in 'info status' 'info registers -a' 'info pic' 'x/8i $eip'; do monitor "$question" & usleep 300000; done
+        for question in "info status" "info registers -a" "info lapic 0" "info lapic 1" "info pic" "x/8i \$eip"; do monitor "$question" & usleep 300000; done
     fi
     seconds=$((took / 100)).$(printf '%02d' $((took % 100)))
     stop_vmm
     if [ $result = 0 ]; then
         passed=$((passed + 1))
-        echo "ok $name ($seconds s)"
+        echo "ok $name ($seconds s)${note:+: $note}"
         [ -z "$VERBOSE" ] || sed 's/^/    /' $work/serial
     elif [ $result = 77 ]; then
         echo "skip $name: its VMM is not here"
