@@ -12,7 +12,7 @@ case $module in stock) list="kvm kvm-intel" ;; gannet) list=gannet ;; *) echo "s
 for script in vmm.sh run.sh moves.sh; do cp "$here/$script" "$folder/tree/vmm/"; done
 cat >"$folder/tree/vmm/begin.sh" <<BEGIN
 for m in irqbypass $list; do insmod /modules/\$m.ko \$([ \$m != kvm-intel ] || echo pml=0); done # as in moves.sh
-patience=3000 VERBOSE=${VERBOSE:-} SHOWN=${SHOWN:-} ROUNDS=${ROUNDS:-} sh /vmm/run.sh $*
+PATIENCE=${PATIENCE:-12} VERBOSE=${VERBOSE:-} SHOWN=${SHOWN:-} ROUNDS=${ROUNDS:-} sh /vmm/run.sh $*
 BEGIN
 tar -C "$folder/tree" --exclude=guest/vmlinuz -cf "$folder/tree.tar" .
 exec make -C "$root" try MACHINE=intel MODULE=none PROGRAMS="$folder/tree.tar" SECONDS="${SECONDS:-900}" \

@@ -2,7 +2,7 @@
 # machine.sh KERNEL stock|gannet [TEST...]: boots the emulated machine with KERNEL (6.12 or 6.1), loads that module there, and runs
 # run.sh's tests (all, or those named) with it. The other module lies beside it, for tests that change over.
 #
-# Environment: SMP=2 host CPUs, ICOUNT=1 counts instructions (the clock is then instructions), TIMEOUT=seconds, APPEND=kernel
+# Environment: PATIENCE=5 waits five times as long for everything, SMP=2 host CPUs, ICOUNT=1 counts instructions (the clock is then instructions), TIMEOUT=seconds, APPEND=kernel
 # parameters, GANNET_KO=file (default: the built one), FOLDER=where the gathered files are kept.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -38,7 +38,7 @@ mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
 mount -t debugfs none /sys/kernel/debug 2>/dev/null
 for m in $list; do insmod /modules/\$m.ko; done
-VERBOSE=${VERBOSE:-} SHOWN=${SHOWN:-} ROUNDS=${ROUNDS:-} sh /vmm/run.sh $*
+VERBOSE=${VERBOSE:-} SHOWN=${SHOWN:-} ROUNDS=${ROUNDS:-} PATIENCE=${PATIENCE:-1} sh /vmm/run.sh $*
 for m in gannet kvm_amd kvm ccp irqbypass; do [ ! -d /sys/module/\$m ] || rmmod \$m || echo "FAIL rmmod \$m"; done
 dmesg | grep -E 'WARNING|BUG|Oops|general protection|Call Trace|RIP:|soft lockup|rcu.*stall|page allocation' && { echo "FAIL the host's log is not clean"; dmesg | tail -n 60; }
 echo "machine: done"

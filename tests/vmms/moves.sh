@@ -51,7 +51,7 @@ counts_on() { # counts_on TICKS SECONDS: it counts so many more
 begin() {
     : >$work/history
     in_l2=0 stops=0 downtimes=
-    hypervisor "$@" && serial 'guest: tick 3' "${patience:-240}"
+    hypervisor "$@" && serial 'guest: tick 3' 240
 }
 
 told() { # what the test's line says besides
@@ -67,7 +67,7 @@ l2_moves() {
         monitor 'migrate_set_parameter max-bandwidth 4g'
         monitor 'migrate_set_parameter downtime-limit 2000'
         monitor "migrate file:$work/state"
-        limit=$(($(now) + ${patience:-240} * 100))
+        limit=$(($(now) + 24000 * ${PATIENCE:-1}))
         until grep -q 'Status: *completed\|Migration status: completed' $work/monitor; do
             [ "$(now)" -lt $limit ] && vmm_up || { why="migration has not ended: $(grep -a 'tatus' $work/monitor | tail -n 1)"; return 1; }
             : >$work/monitor; monitor 'info migrate'; usleep 500000
@@ -81,7 +81,7 @@ l2_moves() {
         under "$there" || return 1
         hypervisor -incoming file:$work/state
         swap=$here here=$there there=$swap round=$((round + 1))
-        serial 'guest: tick' "${patience:-240}" && counts_on 5 "${patience:-240}" || { why="move $round, to $here: $why"; return 1; }
+        serial 'guest: tick' 240 && counts_on 5 240 || { why="move $round, to $here: $why"; return 1; }
         rm -f $work/state
         grep -q 'GUEST-USERSPACE' $work/serial && { why="it booted anew"; return 1; }
     done
@@ -107,14 +107,14 @@ l2_is_saved_and_put_back() {
         monitor stop; paused || return 1
         at_save=$(stat -c %s $work/serial)
         monitor "savevm s$round"; : >$work/monitor; monitor 'info snapshots'; answer "s$round " 120 || return 1
-        monitor cont; counts_on 4 "${patience:-240}" || { why="round $round, saved: $why"; return 1; }
+        monitor cont; counts_on 4 240 || { why="round $round, saved: $why"; return 1; }
         monitor stop; paused || return 1
         at_load=$(stat -c %s $work/serial)
         { cat $work/history; head -c "$at_save" $work/serial; } >$work/all
         monitor "loadvm s$round"; monitor "delvm s$round"; : >$work/monitor; monitor 'info status'; answer 'VM status: paused' 120 || return 1
         mv $work/all $work/history
         : >$work/serial
-        monitor cont; serial 'guest: tick' "${patience:-240}" && counts_on 4 "${patience:-240}" || { why="round $round, put back: $why"; return 1; }
+        monitor cont; serial 'guest: tick' 240 && counts_on 4 240 || { why="round $round, put back: $why"; return 1; }
     done
     rm -f $work/overlay.qcow2
     told

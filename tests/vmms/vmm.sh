@@ -34,9 +34,9 @@ linux() { start -no-reboot -kernel /guest/vmlinux -initrd /guest/initramfs -appe
 
 monitor() { echo "$*" >&3; }
 
-# expect FILE PATTERN SECONDS: waits for it; 1 when the VMM ended without it or time is over.
+# expect FILE PATTERN SECONDS: waits for it; 1 when the VMM ended without it or time is over. On a busy machine PATIENCE=5 waits five times as long.
 expect() {
-    limit=$(($(now) + $3 * 100))
+    limit=$(($(now) + $3 * 100 * ${PATIENCE:-1}))
     while :; do
         grep -qE "$2" $work/$1 && return 0
         if ! vmm_up; then
@@ -52,7 +52,7 @@ answer() { expect monitor "$1" "${2:-20}"; }
 
 # ended SECONDS: waits until the VMM ends by itself.
 ended() {
-    limit=$(($(now) + $1 * 100))
+    limit=$(($(now) + $1 * 100 * ${PATIENCE:-1}))
     while vmm_up; do
         [ "$(now)" -lt $limit ] || { why="the VMM has not ended within $1 s"; return 1; }
         usleep 100000
