@@ -86,7 +86,7 @@ impl Job {
             vmx_locked: false,
             counting: false,
             plugin: None,
-            append: String::new(),
+            append: kernel.arguments().to_owned(),
             patience: Patience::of(machine).on(kernel),
         }
     }

@@ -48,6 +48,11 @@ impl Kernel {
         if self == Kernel::Debug { 2048 } else { 1024 }
     }
 
+    /// More for its command line: the debug kernel fills freed pages, and looks at them when they are taken again.
+    pub fn arguments(self) -> &'static str {
+        if self == Kernel::Debug { "page_poison=1" } else { "" }
+    }
+
     /// How many times as long as Debian's kernel it may be silent.
     pub fn slowness(self) -> u32 {
         if self == Kernel::Debug { 10 } else { 1 }

@@ -50,7 +50,21 @@ fn main() -> ExitCode {
         println!("not ok labtests: no test is named like {filter}");
         return ExitCode::from(2);
     }
+    let failing = match options.failing.then(kvm::failing::begin).transpose() {
+        Ok(counts) => counts,
+        Err(reason) => {
+            println!("not ok labtests: no fault injection: {reason}");
+            return ExitCode::from(2);
+        }
+    };
     let tally = runner::run(chosen, &options);
     println!("{tally}");
+    if let Some(counts) = failing {
+        println!("{counts}");
+        if !counts.any() {
+            println!("not ok labtests: no call was made to fail");
+            return ExitCode::FAILURE;
+        }
+    }
     if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -2,7 +2,7 @@
 
 /// How to call this program.
 pub const USAGE: &str = "usage: labtests [--list] [--filter SUBSTRING]... [--skip SUBSTRING]... [--tap] [--times] \
-     | --save PATH | --resume PATH | --count | --clocks";
+     [--failing] | --save PATH | --resume PATH | --count | --clocks";
 
 /// What the caller wants.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -17,6 +17,8 @@ pub struct Options {
     pub tap: bool,
     /// Each line with the milliseconds that its test took.
     pub times: bool,
+    /// Each call is made to fail at every point before it is made.
+    pub failing: bool,
     /// No tests: save guests whose guests run into files that begin so.
     pub save: Option<String>,
     /// No tests: let guests run on that were saved there.
@@ -51,6 +53,7 @@ pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Str
             "--count" => options.count = true,
             "--clocks" => options.clocks = true,
             "--times" => options.times = true,
+            "--failing" => options.failing = true,
             "--save" => options.save = Some(arguments.next().ok_or("--save wants a path")?),
             "--resume" => options.resume = Some(arguments.next().ok_or("--resume wants a path")?),
             "--filter" => {
@@ -82,6 +85,12 @@ mod tests {
     fn what_runs_without_end_is_no_test() {
         assert_eq!(parsed(&["--count"]), Ok(Options { count: true, ..Options::default() }));
         assert_eq!(parsed(&["--clocks"]), Ok(Options { clocks: true, ..Options::default() }));
+    }
+
+    #[test]
+    fn calls_fail_only_if_that_was_asked_for() {
+        assert!(parsed(&["--tap", "--failing"]).unwrap().failing);
+        assert!(!parsed(&["--tap"]).unwrap().failing);
     }
 
     #[test]

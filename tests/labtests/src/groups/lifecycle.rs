@@ -18,6 +18,7 @@ tests!("lifecycle":
     an_eventfd_outlives_its_vm,
     many_vms_exist_at_once,
     two_hundred_vms_come_and_go_and_leave_no_memory_behind,
+    a_vm_that_was_refused_leaves_no_memory_behind,
     killed_vmms_leave_no_memory_behind,
 );
 
@@ -144,6 +145,11 @@ fn two_hundred_vms_come_and_go_and_leave_no_memory_behind() -> Outcome {
         }
         Ok(())
     })
+}
+
+fn a_vm_that_was_refused_leaves_no_memory_behind() -> Outcome {
+    // With `--failing` each of the calls was refused at every point, a hundred of them and more: a page lost at every fourth.
+    leaves_nothing(100, || Guest::with_vcpus(Chip::KernelAndPit, Mode::Long, 1, short())?.finish())
 }
 
 guest_code!(

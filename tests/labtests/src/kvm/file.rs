@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use kvm_bindings::*;
 
-use super::ioctl;
+use super::{failing, ioctl};
 use crate::outcome::{Answer, Errno, Outcome, Reply, fail, skip};
 
 /// A file that takes ioctls.
@@ -16,7 +16,8 @@ pub trait Commands {
     fn call(&self, request: u64, argument: u64) -> Reply {
         // SAFETY: whether the kernel treats the argument well is what is being tested; wrong
         // addresses are for the kernel to refuse.
-        let answer = unsafe { libc::ioctl(self.descriptor(), request, argument) };
+        let once = || unsafe { libc::ioctl(self.descriptor(), request, argument) };
+        let answer = failing::at_every_point(request & 0xff, once);
         if answer < 0 { Err(Errno::last()) } else { Ok(answer) }
     }
 
@@ -80,7 +81,8 @@ impl System {
     /// Opens /dev/kvm.
     pub fn open() -> Outcome<Self> {
         // SAFETY: a string that ends in a zero.
-        let fd = unsafe { libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+        let once = || unsafe { libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+        let fd = failing::at_every_point(failing::OPEN, once);
         if fd < 0 {
             return fail(format!("cannot open /dev/kvm: {}", Errno::last()));
         }

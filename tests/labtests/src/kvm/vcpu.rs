@@ -7,7 +7,7 @@ use kvm_bindings::*;
 
 use super::exit::Exit;
 use super::file::{Commands, CpuidTable, MsrTable, Vm, own};
-use super::ioctl;
+use super::{failing, ioctl};
 use crate::outcome::{Answer, Errno, Outcome, fail};
 
 /// A vCPU.
@@ -46,17 +46,15 @@ impl Drop for Vcpu {
 impl Vcpu {
     /// Maps the shared pages of `fd`.
     pub fn map(fd: OwnedFd, bytes: usize) -> Outcome<Self> {
-        // SAFETY: a new mapping.
-        let shared = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            )
-        };
+        let mut shared = libc::MAP_FAILED;
+        failing::at_every_point(failing::MAP, || {
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            // SAFETY: a new mapping.
+            shared = unsafe {
+                libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, fd.as_raw_fd(), 0)
+            };
+            if shared == libc::MAP_FAILED { -1 } else { 0 }
+        });
         match NonNull::new(shared.cast()) {
             Some(shared) if shared.as_ptr() as usize != usize::MAX => {
                 Ok(Self { fd, shared, bytes })
