@@ -10,7 +10,7 @@ use nested_vmx::apic_page;
 use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
 use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::{Report, host::entry_loads};
-use nested_vmx::machine::{Entered, PendingEntry};
+use nested_vmx::machine::{Entered, Invalidation, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, Transition, time};
 use nested_vmx::{EntryFailure, GuestMemory, Outside, Vmcs12, virtual_interrupts};
 use x86::vmcs::{
@@ -429,10 +429,15 @@ impl<C: Cpu> Vmx<C> {
             self.attention |= attention::INJECT;
         }
         // L2 has one VPID of ours: what L1 gave another VPID must not be found under it.
-        if merge::flush(v, n.last_vpid, Transition::Entry) != Flush::None {
+        let flush = merge::flush(v, n.last_vpid, Transition::Entry);
+        if flush != Flush::None {
             self.attention |= attention::FLUSH;
         }
         n.last_vpid = v.get(field::VPID);
+        // Without a VPID the CPU forgets what it made of L1's tables, and looks at their flags anew (SDM vol. 3C §29.4.3.1):
+        // L1 may clear them without INVEPT. Only for a log, which is what misses such a page: each such entry compares.
+        let relogs = (flush == Flush::Both && v.secondary().contains(ProcControls2::PML))
+            .then(|| v.get(field::EPT_POINTER));
         let has_timer = v.pin().contains(PinControls::PREEMPTION_TIMER);
         if mitigations::flush_wanted() {
             // L1 is told (ARCH_CAPABILITIES) that it need not flush its own lines before its guests.
@@ -446,6 +451,9 @@ impl<C: Cpu> Vmx<C> {
         }
         if has_timer {
             self.start_timer(n);
+        }
+        if let Some(pointer) = relogs {
+            n.note_flush(Invalidation::Ept(pointer));
         }
         self.after_level_change(cr4, efer);
     }

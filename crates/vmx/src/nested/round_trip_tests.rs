@@ -693,6 +693,37 @@ fn a_restored_state_makes_l1s_tables_stale() {
     assert_eq!(r.v.level(), Level::L2);
 }
 
+/// L1 uses no VPID, so that an entry forgets what was made of its tables: where they are logged, a dirty flag that it has
+/// cleared without INVEPT counts. With a VPID, or without a log, an entry compares nothing.
+#[test]
+fn an_entry_without_a_vpid_looks_at_flags_that_are_logged_anew() {
+    const POINTER: u64 = 0x6000 | 0x5e;
+    let ept = ProcControls2::EPT;
+    let cases = [
+        (ept | ProcControls2::PML, backend::L1Flush::Of(POINTER)),
+        (ept, backend::L1Flush::None),
+        (ept | ProcControls2::PML | ProcControls2::VPID, backend::L1Flush::None),
+    ];
+    for (secondary, flushed) in cases {
+        let mut v12 = good();
+        let primary = v12.get(field::PROC_CONTROLS) | ProcControls::SECONDARY.bits();
+        set!(
+            v12,
+            PROC_CONTROLS = primary,
+            PROC_CONTROLS2 = secondary.bits(),
+            EPT_POINTER = POINTER,
+            PML_ADDRESS = 0x8000,
+            VPID = 1
+        );
+        let mut r = Rig::new(&v12, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        for _ in 0..2 {
+            assert_eq!(backend::NestedPaging::take_l1_flush(&mut r.v), flushed, "{secondary:?}");
+            r.round(|_| {});
+        }
+    }
+}
+
 /// An event that L1 injects is whole in vmcs02 alone: it is not taken back before L2 has run.
 #[test]
 fn what_l1_injects_stays_with_its_entry() {

@@ -2,7 +2,7 @@
 //!
 //! SDM vol. 3C §29.3.3.2 (the flags), §29.3.6 (page-modification logging).
 
-use super::nested_vmx::{EXIT_CPUID, EXITED, L2_CODE, fails, launch};
+use super::nested_vmx::{self, EXIT_CPUID, EXITED, L2_CODE, fails, launch};
 use super::nested_vmx_ept::{TABLE, prepared, program};
 use crate::machine::code::guest_code;
 use crate::machine::guest::Guest;
@@ -13,6 +13,7 @@ use crate::runner::tests;
 
 tests!("nested_vmx_log":
     what_l2_makes_dirty_is_logged_once,
+    a_flag_that_l1_clears_without_invept_is_logged_again,
     a_full_log_is_an_exit_before_the_store,
     what_is_carried_out_for_l2_is_logged_too,
     flags_without_a_log_are_set_alone,
@@ -59,8 +60,13 @@ struct L1 {
 }
 
 impl L1 {
+    /// One that forgets all translations by EPT before it launches.
     fn new(l2: &[u8]) -> Outcome<Self> {
-        let (guest, [primary, secondary, pointer]) = prepared(program())?;
+        Self::with(program(), l2)
+    }
+
+    fn with(program: &[u8], l2: &[u8]) -> Outcome<Self> {
+        let (guest, [primary, secondary, pointer]) = prepared(program)?;
         if guest.vcpu().msr(0x48c)?.unwrap_or(0) >> 21 & 1 == 0 {
             return skip("no accessed and dirty flags in VMX_EPT_VPID_CAP");
         }
@@ -123,6 +129,24 @@ fn what_l2_makes_dirty_is_logged_once() -> Outcome {
     // They are dirty already.
     equal("exit", l1.exit(CLEAN, ENTRIES - 1)?, EXIT_CPUID)?;
     equal("nothing more", l1.log(), vec![])
+}
+
+/// Without a VPID an entry forgets what was made of the tables: their flags count as L1 has left them.
+fn a_flag_that_l1_clears_without_invept_is_logged_again() -> Outcome {
+    if is_stock() {
+        return skip("stock KVM sees L1's stores to its tables, and not a VMM's");
+    }
+    let mut l1 = L1::with(nested_vmx::program(), stores())?;
+    let page = CLEAN + 0x2_0000;
+    for round in 0..3 {
+        equal("exit", l1.exit(page, ENTRIES - 1)?, EXIT_CPUID)?;
+        equal(&format!("logged, round {round}"), l1.times(page), 1)?;
+        equal("dirty", l1.is_dirty(page), true)?;
+        let entry = TABLE + (page >> 12) * 8;
+        let clean = l1.guest.memory.read(entry) & !DIRTY;
+        l1.guest.memory.write(entry, clean);
+    }
+    Ok(())
 }
 
 fn a_full_log_is_an_exit_before_the_store() -> Outcome {
