@@ -34,6 +34,8 @@ pub struct Pages {
     pub posted_interrupts: Option<Hpa>,
     /// L0's page of both MSR bitmaps, if it could be composed.
     pub msr_bitmap: Option<Hpa>,
+    /// L0's own list of one MSR, which an exit stores if L1 has it store any: the TSC.
+    pub exit_tsc: Option<Hpa>,
 }
 
 /// L0's part: the words of vmcs01, and L1's registers that an entry keeps when the VMCS12 does not load them.
@@ -103,6 +105,7 @@ impl L0 {
             apic_access: None,
             posted_interrupts: None,
             msr_bitmap: None,
+            exit_tsc: None,
         },
         resumes: false,
         efer: 0,
@@ -129,6 +132,10 @@ pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
         l1 & !Efer::LMA.bits()
     }
 }
+
+/// Groups that an L1 sets up once: one test for them all at an entry that has changed none.
+const SELDOM: Groups =
+    Groups::of(Group::Time).union(Groups::of(Group::Apic)).union(Groups::of(Group::MsrLists));
 
 /// Composes the groups.
 pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
@@ -185,19 +192,29 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
             to.set(field::VM_FUNCTION_CONTROLS, 0);
         }
     }
-    if dirty.has(Group::Time) {
-        time(l0, v, to);
+    if dirty.meets(SELDOM) {
+        if dirty.has(Group::Time) {
+            time(l0, v, to);
+        }
+        if dirty.has(Group::Apic) {
+            apic(l0, v, to);
+        }
+        if dirty.has(Group::MsrLists) {
+            msr_lists(l0, v, to);
+        }
     }
-    if dirty.has(Group::Apic) {
-        apic(l0, v, to);
+}
+
+/// L1's lists are L0's work: it checks and carries out each entry by itself, for an MSR of L1's list is not to reach the host's. What the
+/// hardware has is the time of the exit, which software would read late.
+fn msr_lists(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    let page = l0.pages.exit_tsc.filter(|_| v.get(field::EXIT_MSR_STORE_COUNT) != 0);
+    if let Some(page) = page {
+        to.set(field::EXIT_MSR_STORE_ADDR, page.0);
     }
-    if dirty.has(Group::MsrLists) {
-        // L0 checks and carries out each entry by itself: an MSR of L1's list is not to reach the host's.
-        // L1's lists are L0's work; the hardware has none.
-        to.set(field::EXIT_MSR_STORE_COUNT, 0);
-        to.set(field::EXIT_MSR_LOAD_COUNT, 0);
-        to.set(field::ENTRY_MSR_LOAD_COUNT, 0);
-    }
+    to.set(field::EXIT_MSR_STORE_COUNT, page.is_some().into());
+    to.set(field::EXIT_MSR_LOAD_COUNT, 0);
+    to.set(field::ENTRY_MSR_LOAD_COUNT, 0);
 }
 
 /// The event that the entry injects. The hardware makes the field invalid at each exit, so that there is

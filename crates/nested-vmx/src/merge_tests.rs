@@ -125,7 +125,7 @@ fn words_are_of_both() {
         virtual_apic: Some(Hpa(0x1000)),
         apic_access: None,
         posted_interrupts: Some(Hpa(0x2000)),
-        msr_bitmap: None,
+        ..Pages::default()
     };
     let mapped = L0 { pages, preemption_timer: Some(5), ..l0() };
     let word = words::primary(&mapped, &v);
@@ -134,6 +134,23 @@ fn words_are_of_both() {
     assert!(words::secondary(&mapped, &v).contains(ProcControls2::VIRTUAL_INTERRUPTS));
     let pin = words::pin(&mapped, &v);
     assert!(pin.contains(PinControls::PREEMPTION_TIMER | PinControls::POSTED_INTERRUPTS));
+}
+
+/// The hardware has no list of L1's. Of L0's own there is one while L1 has its exits store MSRs.
+#[test]
+fn an_exit_stores_its_tsc_for_a_list_of_l1s() {
+    let all = Groups::of(Group::MsrLists);
+    let page = Pages { exit_tsc: Some(Hpa(0x5000)), ..Pages::default() };
+    for (page, count, stored) in [(page, 3, 1), (page, 0, 0), (Pages::default(), 3, 0)] {
+        let mut v = good();
+        set!(v, EXIT_MSR_STORE_COUNT = count, EXIT_MSR_STORE_ADDR = 0x9000);
+        set!(v, EXIT_MSR_LOAD_COUNT = 2, ENTRY_MSR_LOAD_COUNT = 2);
+        let vmcs = composed(&L0 { pages: page, ..l0() }, &v, all);
+        assert_eq!(vmcs.has(field::EXIT_MSR_STORE_COUNT), stored);
+        assert_eq!(vmcs.has(field::EXIT_MSR_STORE_ADDR), stored * 0x5000);
+        assert_eq!(vmcs.has(field::EXIT_MSR_LOAD_COUNT), 0);
+        assert_eq!(vmcs.has(field::ENTRY_MSR_LOAD_COUNT), 0);
+    }
 }
 
 #[test]

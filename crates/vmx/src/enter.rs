@@ -78,6 +78,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         {
             // Both VMCSs need the thread's words; the other one gets them when it is loaded in the loop.
             n.has_host = false;
+            n.exit_tsc.forget();
             if n.may_use_shadow() && !self.cold.of_l1.runs {
                 self.ready_shadow(at, here);
             }

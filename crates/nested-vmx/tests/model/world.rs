@@ -140,6 +140,7 @@ pub const L0: merge::L0 = merge::L0 {
         apic_access: None,
         posted_interrupts: None,
         msr_bitmap: Some(Hpa(0x1000)),
+        exit_tsc: None,
     },
     resumes: false,
     efer: 0xd01,

@@ -99,7 +99,11 @@ impl<C: Cpu> Vmx<C> {
             // The longest time: whoever watches a deadline sets another.
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
             vpid: s.vpid,
-            pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
+            pages: Pages {
+                msr_bitmap: Some(n.other.msr_map.hpa()),
+                exit_tsc: Some(n.exit_tsc.hpa()),
+                ..Pages::default()
+            },
             // No registers yet: those below are L1's of the moment of the entry.
             resumes: false,
             efer: 0,

@@ -14,7 +14,7 @@ use x86::{Cr0, Cr4, Gpa};
 use crate::{
     features::Features,
     host_words::HostWords,
-    nested::list::Waiting,
+    nested::{exit_tsc::ExitTsc, list::Waiting},
     passed::{Map, Passed},
     shadow_vmcs::Shadow,
     vmcs::Vmcs,
@@ -94,6 +94,8 @@ pub(crate) struct Nested {
     pub(crate) flush_due: bool,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
+    /// The TSC at L2's last exit, for a list of L1's to store.
+    pub(crate) exit_tsc: ExitTsc,
     /// What lists of MSRs leave to the vCPU.
     pub(crate) list: Option<KBox<Waiting>>,
     /// When L1's preemption timer runs down, while L2 runs with one.
@@ -102,7 +104,7 @@ pub(crate) struct Nested {
     pub(crate) without_tracking: bool,
 }
 
-type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>);
+type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>, ExitTsc);
 
 #[inline(never)]
 fn machine_of(capabilities: &Capabilities, features: &Features) -> Result<KBox<Machine>, NoMemory> {
@@ -118,14 +120,14 @@ impl Nested {
     /// Outside VMX operation, with a vmcs02 that nothing is known of.
     #[inline(never)]
     pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
-        let parts =
-            // All or none: a guest without one of the three is no hypervisor.
-            (machine_of(whole, features)?, Vmcs::new(features.revision)?, Shadow::new(features)?);
+        // All or none: a guest without one of them is no hypervisor.
+        let (machine, vmcs) = (machine_of(whole, features)?, Vmcs::new(features.revision)?);
+        let parts = (machine, vmcs, Shadow::new(features)?, ExitTsc::new()?);
         KBox::make(|| Self::place(parts, whole))
     }
 
     #[inline(never)]
-    fn place((machine, other, shadow): Parts, whole: &Capabilities) -> Self {
+    fn place((machine, other, shadow, exit_tsc): Parts, whole: &Capabilities) -> Self {
         Self {
             machine,
             other,
@@ -146,6 +148,7 @@ impl Nested {
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,
+            exit_tsc,
             list: None,
             timer: None,
             without_tracking: !host::params::nested_dirty_tracking(),

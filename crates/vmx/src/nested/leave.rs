@@ -120,8 +120,8 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn instead_of_leaving<M: L1Memory>(
-        &self,
-        n: &Nested,
+        &mut self,
+        n: &mut Nested,
         gprs: &Gprs,
         report: &Report,
         memory: &Memory<'_, M>,
@@ -130,6 +130,8 @@ impl<C: Cpu> Vmx<C> {
         if self.is_flush_for_l2(n, gprs, report) {
             return Some(Executed::Flushes);
         }
+        // Here is as near to the exit as software comes: where memory is missing, the list is stored much later.
+        n.exit_tsc.note(self.cpu.rdtsc(), memory.is_whole());
         (!Self::reaches_memory(n, memory)).then_some(Executed::Outside)
     }
 
@@ -404,6 +406,8 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<(), ()> {
         // What an entry's list left is of that entry.
         n.forget_list();
+        // The list is carried out by L1's CPU, which knows of no offset of L2's.
+        let tsc = self.tsc_of_l1().at(n.exit_tsc.take());
         let list = host::stores(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
@@ -418,11 +422,7 @@ impl<C: Cpu> Vmx<C> {
                 msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
                 // The guest's whole word: the field has what the hardware needs.
                 msr::EFER => self.efer.bits(),
-                crate::permission::TSC => {
-                    let host = self.cpu.rdtsc();
-                    // The list is carried out by L1's CPU, which knows of no offset of L2's.
-                    self.tsc_of_l1().at(host)
-                }
+                crate::permission::TSC => tsc,
                 // Not kept here: the vCPU has it, and stores it before L1 runs.
                 index => match self.msr(index) {
                     Ok(value) => value,

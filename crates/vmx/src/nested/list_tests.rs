@@ -56,6 +56,49 @@ fn the_tsc_in_a_list_of_msrs_is_l1s() {
     });
 }
 
+/// An exit's list has the TSC of the exit, and not of the time at which L1's memory can be had for it.
+#[test]
+fn the_tsc_in_a_list_is_that_of_the_exit() {
+    const TSC: u32 = 0x10;
+    const LATER: u64 = 1 << 30;
+    let mut v12 = good();
+    set!(v12, EXIT_MSR_STORE_COUNT = 1, EXIT_MSR_STORE_ADDR = 0x3000);
+    let mut r = Rig::new(&v12, 0xd01);
+    put_list(&r, &[(TSC, 0)]);
+    // What the hardware stores, as far behind what software reads first, and what counts.
+    let mut by = ExitReason::Vmlaunch;
+    for behind in [None, Some(700), Some(LATER)] {
+        assert_eq!(r.go(by), Executed::Entered);
+        let list = r.v.nested.as_ref().unwrap().exit_tsc.hpa();
+        r.enter(ExitReason::Cpuid, move |vmcs| {
+            assert_eq!(vmcs.get(field::EXIT_MSR_STORE_COUNT), 1);
+            assert_eq!(vmcs.get(field::EXIT_MSR_STORE_ADDR), list.0);
+        });
+        r.v.cpu().inner().tsc += LATER;
+        let now = r.v.cpu().inner().tsc;
+        let hardware = behind.map_or(0, |behind| now - behind);
+        r.v.nested.as_mut().unwrap().exit_tsc.store(hardware);
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Outside);
+        r.leave_loop();
+        r.v.cpu().inner().tsc += LATER;
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        let mut stored = [0; 8];
+        r.m.read(Gpa(0x3008), &mut stored).unwrap();
+        let stored = u64::from_le_bytes(stored).wrapping_sub(r.v.tsc_offset);
+        if behind == Some(700) {
+            assert_eq!(stored, hardware);
+        } else {
+            assert!((now..now + 100).contains(&stored), "{stored:#x} {now:#x}");
+        }
+        r.come_to(0);
+        by = ExitReason::Vmresume;
+    }
+    // Without such a list an exit stores nothing.
+    r.vmwrite(field::EXIT_MSR_STORE_COUNT.encoding(), 0);
+    assert_eq!(r.go(by), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |vmcs| assert_eq!(vmcs.get(field::EXIT_MSR_STORE_COUNT), 0));
+}
+
 /// What an entry's list loads is L2's; a list whose last entry cannot be loaded fails the entry behind L2's state, as the
 /// lists of L1's CPU do.
 #[test]

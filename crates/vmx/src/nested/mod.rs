@@ -14,6 +14,7 @@ mod enlightened_tests;
 mod enter;
 #[cfg(test)]
 mod exit_tests;
+mod exit_tsc;
 mod gate;
 mod host_tables;
 mod instruction;
