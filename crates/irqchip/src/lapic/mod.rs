@@ -487,15 +487,16 @@ impl Lapic {
 
     fn enter_mode(&self, old: LapicMode, new: LapicMode) {
         let mut id = self.id();
+        // A logical id of x2APIC's form is none to the other mode. A guest gets there by way of no mode at all.
+        if old == LapicMode::X2Apic {
+            self.ldr.store(0, Relaxed);
+            self.dfr.store(u32::MAX, Relaxed);
+        }
         match new {
             LapicMode::Disabled => {}
             LapicMode::XApic => {
                 // The id of power-up, as in stock KVM: what the guest wrote is lost with the mode.
                 id = self.vcpu_id & 0xff;
-                if old == LapicMode::X2Apic {
-                    self.ldr.store(0, Relaxed);
-                    self.dfr.store(u32::MAX, Relaxed);
-                }
             }
             LapicMode::X2Apic => {
                 id = self.vcpu_id;

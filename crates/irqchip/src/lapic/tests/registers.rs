@@ -187,3 +187,15 @@ fn eoi_broadcasts_can_be_suppressed_only_where_offered() {
     assert_eq!(take(&lapic), Some(0x50));
     assert_eq!(lapic.eoi(), LapicEffect::Eoi { vector: x86::Vector(0x50), level: false });
 }
+
+/// Found by the fuzzer: the logical id of x2APIC mode was still there in xAPIC mode, where its bits do not exist.
+#[test]
+fn the_logical_id_of_x2apic_mode_does_not_outlive_it() {
+    let lapic = x2apic(10);
+    assert_eq!(read(&lapic, 0xd0), 1 << 10);
+    let plain = lapic.base() & !(base::ENABLE | base::EXTD);
+    lapic.set_base(plain, RULES).unwrap();
+    lapic.set_base(plain | base::ENABLE, RULES).unwrap();
+    assert_eq!((lapic.mode(), read(&lapic, 0xd0)), (LapicMode::XApic, 0));
+    assert_eq!(read(&lapic, 0xe0), u32::MAX);
+}
