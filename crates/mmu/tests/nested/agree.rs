@@ -1,25 +1,12 @@
 //! One access through tables with a few bits changed at random: the shadow pages, the walk in software and the
 //! reference say the same of it, and leave the same accessed and dirty bits.
 
-use gannet_mmu::NestedAccess;
 use gannet_mmu::nested::walk::{StageError, translate};
 use proptest::prelude::*;
 
-use crate::machine::{LARGE, Machine, Refused};
-use crate::reference::{Access, Apic, Kind, No};
-
-/// What every entry of the beginning has: all rights, used and written, write-back.
-pub fn full(kind: &Kind) -> u64 {
-    match kind {
-        Kind::Npt { .. } => 0x67,
-        Kind::Ept { .. } => 0x307,
-    }
-}
-
-/// A leaf's memory type, where it has one.
-pub fn page(kind: &Kind) -> u64 {
-    full(kind) | if matches!(kind, Kind::Ept { .. }) { 6 << 3 } else { 0 }
-}
+use super::entries::{full, levels, page, told};
+use super::machine::{LARGE, Machine, Refused};
+use super::reference::{Access, Apic, Kind, No};
 
 pub fn kind() -> impl Strategy<Value = Kind> {
     let bits = prop::array::uniform5(any::<bool>());
@@ -56,30 +43,8 @@ fn link(kind: &Kind, level: u64) -> u64 {
     if level == 3 && kind.levels() == 3 { 1 } else { full(kind) }
 }
 
-/// Levels of the hardware's tables: as many, or one more.
-pub fn levels(kind: &Kind, more: bool) -> u8 {
-    match kind {
-        Kind::Npt { five, .. } => {
-            if *five || more {
-                5
-            } else {
-                4
-            }
-        }
-        Kind::Ept { .. } => 4,
-    }
-}
-
 pub fn access(n: usize) -> Access {
     Access::ALL[n % 4]
-}
-
-/// How the software is told of an access, as the hardware would.
-pub fn told(kind: &Kind, gpa: u64, access: &Access) -> NestedAccess {
-    match kind {
-        Kind::Npt { .. } => NestedAccess::npf(kind.told(access), gpa),
-        Kind::Ept { .. } => NestedAccess::violation(kind.told(access), gpa),
-    }
 }
 
 proptest! {

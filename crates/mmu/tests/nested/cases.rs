@@ -8,9 +8,9 @@ use gannet_mmu::{
 };
 use x86::{Cr0, Cr4, Efer, Gfn, Gpa};
 
-use crate::agree::{full, page};
-use crate::machine::{LARGE, Machine, Refused, SMALL, ept, npt};
-use crate::reference::{Access, Apic, Kind};
+use super::entries::{full, page};
+use super::machine::{LARGE, Machine, Refused, SMALL, ept, npt};
+use super::reference::{Access, Apic, Kind};
 
 /// Tables in frames 1 to 4, in which the address 0x1000 × n leads to frame n, for n from 8 to 63.
 fn plain(kind: Kind, logs: bool) -> Machine {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::NestedRoot;
 
-use crate::reference::Access;
+use super::reference::Access;
 
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 

@@ -16,9 +16,9 @@ use host::page::Page;
 use host::std_port::test::host_frame;
 use x86::{Direction, Gfn, Gpa};
 
-use crate::hardware::{Hardware, Reached};
-use crate::reference::{Access, Apic, Found, Kind, No};
-use crate::section::section;
+use super::hardware::{Hardware, Reached};
+use super::reference::{Access, Apic, Found, Kind, No};
+use super::section::section;
 
 /// Frames of real memory: 0 to 31 in one slot, 32 to 63 in another.
 pub const SMALL: u64 = 64;

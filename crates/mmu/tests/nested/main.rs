@@ -3,10 +3,12 @@
 
 mod agree;
 mod cases;
+mod entries;
 mod hardware;
 mod machine;
 mod properties;
 mod reference;
+mod run;
 #[path = "../section/mod.rs"]
 mod section;
 mod twins;

@@ -3,9 +3,9 @@
 
 use gannet_mmu::EptOffer;
 
-use crate::agree::{full, page};
-use crate::machine::{Machine, ept};
-use crate::reference::{Access, Kind};
+use super::entries::{full, page};
+use super::machine::{Machine, ept};
+use super::reference::{Access, Kind};
 
 const GPA: u64 = 20 << 12;
 

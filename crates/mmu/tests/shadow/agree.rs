@@ -4,8 +4,8 @@ use gannet_mmu::PagingContext;
 use proptest::prelude::*;
 use x86::{Cr0, Cr4, Efer};
 
-use crate::hardware::Access;
-use crate::machine::{Machine, Refused, long_mode};
+use super::hardware::Access;
+use super::machine::{Machine, Refused, long_mode};
 
 const LONG: Efer = Efer::LME.union(Efer::LMA);
 const FULL: u64 = 0x67;

@@ -7,8 +7,8 @@ use host::page::Pages;
 use x86::exception::pf;
 use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa};
 
-use crate::hardware::{self, Access};
-use crate::machine::{LARGE, Machine, Refused, long_mode};
+use super::hardware::{self, Access};
+use super::machine::{LARGE, Machine, Refused, long_mode};
 
 const READ: Access = Access { write: false, fetch: false, user: false, ac: false };
 const WRITE: Access = Access { write: true, ..READ };

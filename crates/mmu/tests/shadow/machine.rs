@@ -15,8 +15,8 @@ use host::page::Page;
 use host::std_port::test::host_frame;
 use x86::{Cr0, Cr4, Direction, Efer, Exception, Gfn, Gpa};
 
-use crate::hardware::{self, Access, Reached};
-use crate::section::section;
+use super::hardware::{self, Access, Reached};
+use super::section::section;
 
 /// Frames of real memory: 0 to 31 in one slot, 32 to 63 in another.
 pub const SMALL: u64 = 64;

@@ -6,5 +6,6 @@ mod cases;
 mod hardware;
 mod machine;
 mod properties;
+mod run;
 #[path = "../section/mod.rs"]
 mod section;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use gannet_nested_vmx::{GuestMemory, Machine};
 use x86::Gpa;
 
-use crate::world::{self, GOOD, Memory};
+use super::world::{self, GOOD, Memory};
 
 /// The VP assist page, and the pages that it may name.
 pub const ASSIST: u64 = 0x8000;

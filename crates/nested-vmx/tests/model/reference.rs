@@ -7,8 +7,8 @@ use gannet_nested_vmx::GuestMemory;
 use gannet_nested_vmx::machine::{Cpu, Instruction, Place};
 use x86::Gpa;
 
-use crate::enlightened::{Enlightened, Found};
-use crate::world::{self, GOOD, Memory, OPERAND, Vmcs02};
+use super::enlightened::{Enlightened, Found};
+use super::world::{self, GOOD, Memory, OPERAND, Vmcs02};
 
 /// How an instruction ends.
 #[derive(Debug, PartialEq, Eq)]

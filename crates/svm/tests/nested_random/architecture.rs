@@ -22,18 +22,48 @@ pub const WIDTH: u32 = 40;
 pub const CLOSED: u64 = 8 << 12;
 pub const OPEN: u64 = 12 << 12;
 
-pub struct Random(pub u64);
+/// Bytes that were given, and behind them a sequence that follows from its seed.
+pub struct Random {
+    seed: u64,
+    given: Vec<u8>,
+    at: usize,
+}
 
 impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self { seed, given: Vec::new(), at: 0 }
+    }
+    /// What a fuzzer chose comes first.
+    #[allow(dead_code, reason = "the fuzzer's")]
+    pub fn given(bytes: &[u8]) -> Self {
+        Self { seed: 1, given: bytes.to_vec(), at: 0 }
+    }
+    /// Whether what was given is used up.
+    #[allow(dead_code, reason = "the fuzzer's")]
+    pub fn is_used_up(&self) -> bool {
+        self.at >= self.given.len()
+    }
+    fn take(&mut self, count: usize) -> Option<u64> {
+        let bytes = self.given.get(self.at..self.at + count)?;
+        self.at += count;
+        Some(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+    }
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
+        if let Some(given) = self.take(8) {
+            return given;
+        }
+        self.at = self.given.len();
+        self.seed = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.seed;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        match if n <= 256 { self.take(1) } else { None } {
+            Some(given) => given % n,
+            None => self.next() % n,
+        }
     }
     pub fn of<T: Copy>(&mut self, from: &[T]) -> T {
         from[self.below(from.len() as u64) as usize]
