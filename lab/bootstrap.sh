@@ -3,7 +3,7 @@
 # cache folder: the Rust toolchain, three kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
-#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests and the debug kernel; see packages.txt)
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests, the debug kernel and fuzz; see packages.txt)
 #   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
 #
 # Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
@@ -26,7 +26,7 @@ newer_lock=$out/lab.lock.newer
 layout=3
 all_groups="toolchain kernel-6.12 kernel-6.1 kernel-7.3 qemu bochs busybox tcc"
 # Made sure of only where they are named.
-other_groups="selftests kernel-6.12-debug"
+other_groups="selftests kernel-6.12-debug fuzz"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -292,6 +292,7 @@ finish() {
         busybox) ;;
         tcc) finish_tcc "$2" ;;
         selftests) finish_selftests "$2" ;;
+        fuzz) finish_fuzz "$2" ;;
     esac
 }
 
@@ -516,6 +517,15 @@ finish_selftests() {
     find "$tests" -maxdepth 2 -type f -perm -1 ! -name '*.*' | while read -r test; do strip -o "$1/bin/$(basename "$test")" "$test"; done
     [ -x "$1/bin/state_test" ] || die "the selftests are incomplete"
     find "$1" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} +
+}
+
+# libFuzzer and the runtimes of the sanitizers, of the LLVM that the compiler has, in one folder.
+finish_fuzz() {
+    mkdir "$1/lib"
+    for name in fuzzer-x86_64.a asan-x86_64.so tsan-x86_64.so; do
+        cp "$1"/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.$name "$1/lib/" || die "the sanitizers' package has no $name"
+    done
+    rm -rf "$1/usr"
 }
 
 group_dir() {

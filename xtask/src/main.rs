@@ -6,6 +6,7 @@ mod bench;
 mod boot;
 mod check;
 mod disassembly;
+mod fuzz;
 mod guest;
 mod harden;
 mod labtest;
@@ -53,6 +54,7 @@ fn run() -> Result<bool> {
         Command::Try(options) => attempt::command(&layout, &options),
         Command::Module(options) => module::command(&layout, &options),
         Command::Harden(options) => harden::run(&layout, &options),
+        Command::Fuzz(options) => fuzz::run(&layout, &options),
         Command::Deb => package::command(&layout),
         Command::Symbols(options) => symbols::command(&layout, &options),
         Command::Setup => {

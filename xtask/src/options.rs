@@ -30,6 +30,8 @@ pub enum Command {
     Module(Options),
     /// The lab's tests on a debug kernel, whose log has to stay clean; the first time builds that kernel
     Harden(Options),
+    /// Coverage-guided fuzzing of the Rust core on this machine, each target with an oracle; 0 when nothing was found
+    Fuzz(Options),
     /// Build the Debian package gannet-dkms
     Deb,
     /// What a kernel no longer exports of that which the modules take, or restricts; 0 when nothing is gone
@@ -77,7 +79,7 @@ pub struct Options {
     /// An earlier run's JSON, in place of a run (mechanisms)
     #[arg(long)]
     pub from: Option<PathBuf>,
-    /// The workloads to run, with commas between; all when empty (run, bench)
+    /// The workloads to run, with commas between; all when empty (run, bench); the targets (fuzz)
     #[arg(long, default_value = "")]
     pub only: String,
     /// What runs in the machine (try)
@@ -86,7 +88,7 @@ pub struct Options {
     /// What the processor has besides, such as +la57, or another model of it (try)
     #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub processor: String,
-    /// How long the machine's console may be silent (try)
+    /// How long the machine's console may be silent (try); how long each target is fuzzed (fuzz)
     #[arg(long)]
     pub seconds: Option<u64>,
     /// Programs of the user's own that the machine has besides, with spaces between (try)
@@ -169,7 +171,7 @@ pub mod tests {
         let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
         let lines: Vec<&str> =
             makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
-        assert_eq!(lines.len(), 11);
+        assert_eq!(lines.len(), 12);
         for line in lines {
             // Every value is a variable; here none is set.
             let options = line.split_whitespace().filter(|word| word.starts_with("--"));
