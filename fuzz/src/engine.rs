@@ -59,12 +59,12 @@ mod edges {
         }
     }
 
-    /// The address of an edge from the program's beginning on.
-    pub fn address(number: usize) -> usize {
+    /// The address of an edge from the program's beginning on; `None` if the linker left its function out.
+    pub fn address(number: usize) -> Option<usize> {
         assert!(number < count());
         // SAFETY: there are as many pairs as counters, in the same order.
         let pair = unsafe { *(&raw const ADDRESSES).add(number) };
-        pair[0] - &raw const PROGRAM as usize
+        pair[0].checked_sub(&raw const PROGRAM as usize)
     }
 }
 
@@ -81,7 +81,9 @@ fn tell_edges(folders: &str) {
     }
     let mut text = String::new();
     for (number, taken) in taken.into_iter().enumerate() {
-        let _ = writeln!(text, "{:#x} {}", edges::address(number), u8::from(taken));
+        if let Some(address) = edges::address(number) {
+            let _ = writeln!(text, "{address:#x} {}", u8::from(taken));
+        }
     }
     print!("{text}");
 }
