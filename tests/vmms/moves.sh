@@ -109,7 +109,6 @@ l2_is_saved_and_put_back() {
         monitor "savevm s$round"; : >$work/monitor; monitor 'info snapshots'; answer "s$round " 120 || return 1
         monitor cont; counts_on 4 240 || { why="round $round, saved: $why"; return 1; }
         monitor stop; paused || return 1
-        at_load=$(stat -c %s $work/serial)
         { cat $work/history; head -c "$at_save" $work/serial; } >$work/all
         monitor "loadvm s$round"; monitor "delvm s$round"; : >$work/monitor; monitor 'info status'; answer 'VM status: paused' 120 || return 1
         mv $work/all $work/history
