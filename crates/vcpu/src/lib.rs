@@ -160,7 +160,8 @@ impl<B: Backend> Vcpu<B> {
         // VMM may have chosen for the whole VM (KVM API §4.55): the ratio comes first.
         let (host, ratio) = (this.b.host_tsc(), this.rare.tsc.ratio);
         this.b.set_tsc(0, ratio);
-        let offset = this.vm.new_vcpu_tsc_offset(this.b.guest_tsc(host));
+        let scaled = this.b.guest_tsc(host);
+        let offset = this.vm.new_vcpu_tsc_offset(scaled, this.rare.tsc.khz);
         this.rare.tsc.offset = offset;
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();

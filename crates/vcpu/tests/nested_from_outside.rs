@@ -7,9 +7,10 @@ use gannet_vcpu::{By, UserExit};
 use host::std_port::test as surroundings;
 use nested_vmx::Vmcs12;
 use nested_vmx::saved::Header;
-use rig::nested_vmx::{Hypervisor, L2_RIP, features, vmcs12};
+use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use vm::vcpu_shared::MpState;
+use x86::Vector;
 use x86::msr::{DEBUGCTL, TSC};
 use x86::vmcs::{ExitReason, field};
 use zerocopy::FromBytes;
@@ -175,6 +176,36 @@ fn an_entry_into_a_halt_is_the_vmms_where_it_has_the_local_apic() {
     });
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// The VMM has the interrupt controllers, and L1 has an interrupt that ends L2's run acknowledged: it is told once.
+#[test]
+fn an_interrupt_of_the_vmms_that_ends_l2s_run_does_not_come_once_more() {
+    let mut v = vmcs12();
+    v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1);
+    v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) | 1 << 15);
+    let mut machine = Hypervisor::without_apic(features(), &v);
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        surroundings::set_signal_pending(true);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    machine.then(|vmcs, gprs| {
+        assert_eq!((vmcs.get(field::GUEST_RIP), vmcs.get(field::ENTRY_INTERRUPTION)), (L1_RIP, 0));
+        // L1 has interrupts on again.
+        vmcs.set(field::GUEST_RFLAGS, 0x202);
+        exit(ExitReason::Wbinvd)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.vcpu.interrupt_in_injection(), None);
 }
 
 /// DEBUGCTL's bit for transactional regions is taken where CPUID has those.

@@ -22,9 +22,10 @@ pub struct MsrRange {
 impl MsrRange {
     /// What the range says of an access. `None`: nothing.
     fn says(&self, index: u32, direction: Direction) -> Option<bool> {
-        // A range that goes beyond the last number says nothing of the first ones.
-        let at = index.checked_sub(self.base)?;
-        let concerned = at < self.count && self.over.contains(direction.into());
+        // As in stock KVM, whose range has an end of 32 bits: one that goes to the last number or beyond says nothing.
+        let end = self.base.wrapping_add(self.count);
+        let concerned = (self.base..end).contains(&index) && self.over.contains(direction.into());
+        let at = index.wrapping_sub(self.base);
         let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);
         concerned.then_some(word >> (at % 64) & 1 != 0)
     }
@@ -73,12 +74,12 @@ mod tests {
     }
 
     #[test]
-    fn a_range_ends_at_the_last_number() {
+    fn a_range_beyond_the_last_number_says_nothing() {
         let filter = MsrFilter {
             default_deny: false,
             ranges: [range(0xffff_fff0, 64, Directions::READS, 0)].into(),
         };
-        assert!(!filter.allows(0xffff_fff0, Direction::Read));
+        assert!(filter.allows(0xffff_fff0, Direction::Read));
         assert!(filter.allows(0x10, Direction::Read));
     }
 
@@ -99,10 +100,12 @@ mod tests {
         let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
         assert!(filter.allows(0x800, Direction::Write) && filter.allows(0x8ff, Direction::Read));
         assert!(
-            filter.allows(u32::MAX, Direction::Write) && !filter.allows(0x900, Direction::Read)
+            !filter.allows(u32::MAX, Direction::Write) && !filter.allows(0x900, Direction::Read)
         );
-        // Behind the last MSR the range goes on at 0, and denies that.
-        assert!(!filter.allows(0, Direction::Read));
+        let ranges = [range(u32::MAX - 1, 1, Directions::all(), 1)];
+        let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
+        assert!(filter.allows(u32::MAX - 1, Direction::Write));
+        assert!(!filter.allows(u32::MAX, Direction::Write) && !filter.allows(0, Direction::Read));
     }
 
     #[test]

@@ -68,15 +68,27 @@ struct Write {
 pub struct TscMatch {
     /// The last TSC write of a VMM.
     last_write: Option<Write>,
-    /// Offset that new vCPUs get: the first one's.
-    first_offset: Option<u64>,
+    /// Offset that new vCPUs of a frequency get: the first one's.
+    first_offset: Option<Offset>,
+}
+
+/// A TSC's offset, which means something at one frequency alone.
+#[derive(Clone, Copy, Debug)]
+struct Offset {
+    ticks: u64,
+    /// kHz.
+    khz: NonZeroU32,
 }
 
 impl TscMatch {
     /// The TSC offset of a new vCPU: zero guest TSC at the first one's making, and the same offset
     /// for the others, so that they run in step.
-    pub fn new_vcpu_offset(&mut self, scaled_tsc: u64) -> u64 {
-        *self.first_offset.get_or_insert(scaled_tsc.wrapping_neg())
+    pub fn new_vcpu_offset(&mut self, scaled_tsc: u64, khz: u32) -> u64 {
+        let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
+        let first = self.first_offset.filter(|first| first.khz == khz);
+        let first = first.unwrap_or(Offset { ticks: scaled_tsc.wrapping_neg(), khz });
+        self.first_offset = Some(first);
+        first.ticks
     }
 
     /// The offset for a VMM's write of `value` at scaled host TSC `now`. A write within a second
@@ -101,7 +113,7 @@ impl TscMatch {
         // The first of a round: the writes to the other vCPUs are compared with it, and vCPUs to
         // come follow it.
         self.last_write = Some(Write { value, at: now, offset, khz });
-        self.first_offset = Some(offset);
+        self.first_offset = Some(Offset { ticks: offset, khz });
         offset
     }
 }
@@ -132,8 +144,10 @@ mod tests {
     #[test]
     fn all_new_vcpus_have_the_first_ones_offset() {
         let mut t = TscMatch::default();
-        let first = t.new_vcpu_offset(100);
+        let first = t.new_vcpu_offset(100, 7);
         assert_eq!(first, 100u64.wrapping_neg());
-        assert_eq!(t.new_vcpu_offset(900), first);
+        assert_eq!(t.new_vcpu_offset(900, 7), first);
+        // The VMM has chosen another frequency since.
+        assert_eq!(t.new_vcpu_offset(900, 8), 900u64.wrapping_neg());
     }
 }

@@ -240,9 +240,9 @@ impl Vm {
         self.vcpus.request_all(Request::Clock);
     }
 
-    /// The TSC offset of a new vCPU at scaled host TSC `now`.
-    pub fn new_vcpu_tsc_offset(&self, now: u64) -> u64 {
-        self.time.lock().tsc().new_vcpu_offset(now)
+    /// The TSC offset of a new vCPU of frequency `khz` at scaled host TSC `now`.
+    pub fn new_vcpu_tsc_offset(&self, now: u64, khz: u32) -> u64 {
+        self.time.lock().tsc().new_vcpu_offset(now, khz)
     }
 
     /// The offset for a VMM's write of a vCPU's TSC.

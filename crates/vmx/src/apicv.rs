@@ -108,7 +108,6 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     fn serve(&mut self, state: &Interrupts, reported: &VectorWords) {
         self.apic_page.fill(state);
         self.report_eois(reported);
-        // Nobody has run since it was taken back: the page alone is stale.
         // Behind the page, from which it follows.
         self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
         self.attend_to_requests();
@@ -153,7 +152,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
         if core::mem::replace(&mut self.serving, Serving::No) == Serving::No {
             return;
         }
-        // Off before the maps: without the control an access that passes would reach the host's APIC.
+        // In any order: the guest runs when both are done, and without the control no access may pass.
         self.change_proc2(APICV, false);
         self.pass_apic_msrs(false);
     }

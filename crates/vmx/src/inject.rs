@@ -109,7 +109,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The length of the instruction that made an event: that of the last exit where it is one,
     /// else a byte, as INT3 and INTO have.
-    fn event_length(&self) -> u32 {
+    pub(crate) fn event_length(&self) -> u32 {
         // An entry is refused with any other length (SDM vol. 3C §27.2.1.3).
         match self.get(fields::INSTRUCTION_LENGTH) {
             length @ 1..=15 => length,

@@ -99,7 +99,7 @@ pub fn rights_for(name: SegmentName, segment: &Segment, long_mode: bool) -> u32 
                 }
                 _ => kind::TSS_BUSY,
             };
-            // DPL and G stay, the rest is what the kind has.
+            // DPL, AVL and G stay, the rest is what the kind has.
             let keep = attr::DPL_MASK | attr::AVL | attr::G;
             rights(segment.attr & keep | attr::P | u16::from(kind))
         }

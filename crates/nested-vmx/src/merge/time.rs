@@ -87,8 +87,8 @@ impl Deadline {
 
     /// The deadline on an L1's TSC that was moved by `delta`, mod 2^64.
     #[must_use]
-    // L1's TSC moves, the time that is left does not.
     pub fn moved(self, delta: u64) -> Self {
+        // L1's TSC moves, the time that is left does not.
         Self(self.tsc().wrapping_add(delta) >> TIMER_RATE)
     }
 

@@ -487,9 +487,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// L2's run has ended for an interrupt: it is L1's.
     fn acknowledge(&mut self, taken: Acknowledged) {
-        // The PIC has noted it as it gave the vector.
-        if let Some(vector) = taken.vector.filter(|_| taken.of_apic) {
-            self.shared.lapic.set_isr(vector);
+        match taken.vector {
+            Some(vector) if taken.of_apic => self.shared.lapic.set_isr(vector),
+            // What a VMM with controllers of its own gave has waited there until now: it must not come once more. What
+            // our PIC gave was taken from there.
+            Some(_) => self.events.external = None,
+            None => {}
         }
     }
 

@@ -15,6 +15,9 @@ use host::{Arc, BadFd, KBox, NoMemory, event::EventFd, srcu::Srcu, sync::Mutex};
 /// bus. Here each change copies the table, and a bound keeps a VMM's cost to itself.
 pub const MAX_IOEVENTFDS: usize = 8192;
 
+/// Most ioeventfds of one address, which differ in the value that they wait for: a look-up walks them with interrupts off.
+pub const MAX_AT_ADDRESS: usize = 1000;
+
 /// An address space that a guest writes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
@@ -46,7 +49,7 @@ pub enum IoEventError {
     Exists,
     /// There is no such ioeventfd.
     NotFound,
-    /// There are [`MAX_IOEVENTFDS`].
+    /// There are [`MAX_IOEVENTFDS`], or [`MAX_AT_ADDRESS`] of them at the address.
     Full,
     /// The descriptor is no eventfd.
     BadFd(BadFd),
@@ -237,13 +240,14 @@ impl IoEventFds {
             }
             // A bound for the copy of the table at each change. Stock KVM has none but the
             // descriptors.
-            if present.len() >= MAX_IOEVENTFDS {
+            let there = present.iter().filter(|e| e.what.address == what.address).count();
+            if present.len() >= MAX_IOEVENTFDS || there >= MAX_AT_ADDRESS {
                 return Err(IoEventError::Full);
             }
             table.copy(1)?
         };
         let entries = new.space_mut(what.space);
-        // Sorted, so that a look-up is thirteen compares among eight thousand.
+        // Sorted, so that an address is found by thirteen compares among eight thousand.
         let place = entries.partition_point(|e| e.what.address <= what.address);
         entries.insert(place, Entry { what, event });
         Ok(self.publish(new, &mut others)?)

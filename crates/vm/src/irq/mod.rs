@@ -30,7 +30,7 @@ mod tests;
 pub use self::{
     coalesced::{Coalesced, MAX_ZONES, RING_ENTRIES, Zone, ZoneError},
     controllers::{IrqCore, Irqchip, SharedCore, Source},
-    ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_IOEVENTFDS, Space},
+    ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_AT_ADDRESS, MAX_IOEVENTFDS, Space},
     irqfd::{IrqFdError, IrqFds},
     resample::{MAX_RESAMPLERS, Owing},
 };

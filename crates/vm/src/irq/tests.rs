@@ -645,7 +645,11 @@ fn ioeventfds_are_refused_as_kvm_refuses_them() {
     assert_eq!(io.deassign(port(0x600, 2, None), eventfd()), Err(NotFound));
     io.deassign(port(0x600, 2, None), fd).unwrap();
     assert_eq!(io.deassign(port(0x600, 2, None), fd), Err(NotFound));
-    for n in 0..MAX_IOEVENTFDS as u64 - 2 {
+    for n in 0..MAX_AT_ADDRESS as u64 {
+        io.assign(port(0x700, 1, Some(n)), fd).unwrap();
+    }
+    assert_eq!(io.assign(port(0x700, 1, Some(u64::MAX)), fd), Err(Full));
+    for n in 0..(MAX_IOEVENTFDS - MAX_AT_ADDRESS) as u64 - 2 {
         io.assign(port(0x1000 + n, 1, None), fd).unwrap();
     }
     assert_eq!(io.assign(port(0x8000, 1, None), fd), Err(Full));

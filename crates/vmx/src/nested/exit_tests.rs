@@ -100,20 +100,22 @@ fn a_trap_that_is_owed_ends_l2s_run() {
 /// The VMM's debugger gives L2 its INT3 back, and L1 intercepts #BP: it injects the event again by its length.
 #[test]
 fn a_breakpoint_that_l0_gives_to_l1_has_the_length_of_its_instruction() {
-    let mut v12 = good();
-    v12.set(field::EXCEPTION_BITMAP, 1 << 3);
-    let mut r = Rig::new(&v12, 0xd01);
-    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
-    r.enter(ExitReason::ExceptionOrNmi, |v| v.set(field::INSTRUCTION_LENGTH, 1));
-    let bp = x86::Exception { vector: x86::Vector(3), error_code: None, payload: None };
-    let waiting = backend::Waiting::Exception(bp);
-    assert_eq!(r.v.gate(&waiting), backend::Gate::ExitToL1);
-    assert_eq!(r.v.exit_to_l1(&mut r.g, &waiting, None, &r.m), Executed::Left);
-    let v12 = r.v.nested.as_ref().unwrap().machine.vmcs12();
-    assert_eq!(
-        (v12.get(field::EXIT_INTERRUPTION), v12.get(field::INSTRUCTION_LENGTH)),
-        (0x8000_0603, 1)
-    );
+    // Behind an exit without an instruction the field says nothing: INT3 is one byte long.
+    let exits = [(ExitReason::ExceptionOrNmi, 2, 2), (ExitReason::EptViolation, 0, 1)];
+    for (reason, given, told) in exits {
+        let mut v12 = good();
+        v12.set(field::EXCEPTION_BITMAP, 1 << 3);
+        let mut r = Rig::new(&v12, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(reason, move |v| v.set(field::INSTRUCTION_LENGTH, given));
+        let bp = x86::Exception { vector: x86::Vector(3), error_code: None, payload: None };
+        let waiting = backend::Waiting::Exception(bp);
+        assert_eq!(r.v.gate(&waiting), backend::Gate::ExitToL1);
+        assert_eq!(r.v.exit_to_l1(&mut r.g, &waiting, None, &r.m), Executed::Left);
+        let v12 = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!(v12.get(field::EXIT_INTERRUPTION), 0x8000_0603);
+        assert_eq!(v12.get(field::INSTRUCTION_LENGTH), told);
+    }
 }
 
 /// L2's VMREAD and VMWRITE, which L1 lets a shadow VMCS serve.

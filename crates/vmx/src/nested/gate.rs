@@ -82,7 +82,7 @@ impl<C: Cpu> Vmx<C> {
                     Report::event(information, inject::error_code(e), qualification(e));
                 // #BP and #OF of an instruction, which an L1 injects again by its length (SDM vol. 3C §28.2.5).
                 if information & event::TYPE == event::SOFT_EXCEPTION {
-                    report.length = self.get(fields::INSTRUCTION_LENGTH);
+                    report.length = self.event_length();
                 }
                 report
             }

@@ -243,7 +243,12 @@ impl<C: Cpu> Vmx<C> {
             Ok(entry) => self.enter_l2(n, entry, gprs, &limits, memory),
             Err(fail) => {
                 let fail = n.machine.refuse_entry(fail, memory);
-                self.conclude(n, gprs, Err(fail), memory)
+                // The page of an enlightened VMCS may have been protected since it was read.
+                if memory.has_missed() {
+                    Executed::Outside
+                } else {
+                    self.conclude(n, gprs, Err(fail), memory)
+                }
             }
         };
         // Also behind an entry that failed: L1 reads the error there.

@@ -38,6 +38,7 @@ pub(crate) struct OfL1 {
     /// When L1's preemption timer has run down, on L1's TSC; 0: there is none.
     pub(crate) timer: u64,
 }
+
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sources {

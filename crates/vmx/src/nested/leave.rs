@@ -434,7 +434,7 @@ impl<C: Cpu> Vmx<C> {
                     }
                 },
             };
-            // Behind the value's halves: the entry's number and reserved word stay L1's.
+            // The value alone: the entry's number and reserved word stay L1's.
             memory.write(step.slot, &value.to_le_bytes()).map_err(|_| ())?;
             done = done.wrapping_add(1);
         }
