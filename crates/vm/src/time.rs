@@ -76,7 +76,7 @@ pub struct TscMatch {
 #[derive(Clone, Copy, Debug)]
 struct Offset {
     ticks: u64,
-    /// kHz.
+    /// Its frequency in kHz.
     khz: NonZeroU32,
 }
 
