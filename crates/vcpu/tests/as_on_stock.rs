@@ -155,6 +155,10 @@ fn a_delivery_that_meets_a_device_is_no_instruction() {
         vmcb.control.exit_int_info = event::VALID | 0x31;
     });
     assert_eq!(run(&mut v), UserExit::InternalError { suberror: 3 });
+    // EXITINFO2, the exit code, EXITINFO1, where the device is; and the CPU, whichever it was.
+    let words = v.error_data().words();
+    assert_eq!(words[..4], [DEVICE, ExitCode::Npf.0, (1 << 32) | 2, DEVICE]);
+    assert_eq!(words.len(), 5);
 }
 
 #[test]

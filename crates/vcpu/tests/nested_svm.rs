@@ -231,9 +231,8 @@ fn tables_need_an_l1_in_long_mode_and_a_pat_that_exists() {
 
 /// L1's VMLOAD and VMSAVE may be the CPU's to carry out: the fault is then that of an access.
 #[test]
-fn a_vmload_of_no_memory_is_gp_and_no_access_to_a_device() {
+fn a_vmload_of_no_memory_is_told_to_user_space_and_no_access_to_a_device() {
     use rig::nested::{L1_RIP, L1_ROOT};
-    const GP: u64 = 1 << 31 | 1 << 11 | 3 << 8 | 13;
     for (code, write) in [(0x00da_010f, 0), (0x00db_010f, 2)] {
         let mut machine = Hypervisor::new(false);
         for (at, entry) in [(L1_ROOT, 0x4003), (0x4000, 0x5003), (0x5000, 0x83)] {
@@ -241,12 +240,41 @@ fn a_vmload_of_no_memory_is_gp_and_no_access_to_a_device() {
         }
         machine.put(L1_RIP, code);
         machine.then(npf(0xd000_0000, write));
+        assert_eq!(machine.run(), UserExit::InternalError { suberror: 1 }, "{code:x}");
+        // It is executed again, and nothing else has become of it.
         machine.then(move |vmcb, gprs| {
             assert_eq!(vmcb.save.rip, L1_RIP);
             shutdown(vmcb, gprs);
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
-        assert_eq!(machine.vcpu.backend().cpu().inner().injected, GP, "{code:x}");
+        assert_eq!(machine.vcpu.backend().cpu().inner().injected, 0, "{code:x}");
+    }
+}
+
+/// A block at an address that exists and is no memory is the VMM's doing, which hears of it; one at no address is #GP.
+#[test]
+fn a_block_that_is_no_memory_is_told_to_user_space() {
+    use rig::nested::L1_RIP;
+    const GP: u64 = 1 << 31 | 1 << 11 | 3 << 8 | 13;
+    for code in [ExitCode::Vmrun, ExitCode::Vmload, ExitCode::Vmsave] {
+        for (address, told) in [(0x4000_0000, true), (0x4000_0008, false), (1 << 60, false)] {
+            let mut machine = Hypervisor::new(false);
+            machine.then(move |vmcb, gprs| {
+                exit(code)(vmcb, gprs);
+                (vmcb.save.rax, vmcb.save.rip) = (address, L1_RIP);
+                vmcb.control.next_rip = L1_RIP + 3;
+            });
+            if told {
+                assert_eq!(machine.run(), UserExit::InternalError { suberror: 1 }, "{code:?}");
+            }
+            machine.then(move |vmcb, gprs| {
+                assert_eq!(vmcb.save.rip, L1_RIP);
+                shutdown(vmcb, gprs);
+            });
+            assert_eq!(machine.run(), UserExit::Shutdown);
+            let injected = machine.vcpu.backend().cpu().inner().injected;
+            assert_eq!(injected, if told { 0 } else { GP }, "{code:?} {address:x}");
+        }
     }
 }
 

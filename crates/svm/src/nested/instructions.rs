@@ -110,6 +110,16 @@ impl<C: Cpu> Svm<C> {
         true
     }
 
+    /// What an instruction comes to whose block is no memory. As on newer stock KVM the VMM hears of it, whose doing that
+    /// is; of L2's it is #GP, as on older ones, so that a guest's guest cannot stop its hypervisor.
+    pub(super) fn missing(&self, l1: &impl L1Memory) -> Executed {
+        match self.level {
+            _ if !l1.is_final() => Executed::Outside,
+            Level::L1 => Executed::NoPage,
+            Level::L2 => Executed::Fault(Exception::gp(0)),
+        }
+    }
+
     fn caller(&self, gprs: &Gprs) -> Caller {
         let save = &self.vmcb().save;
         let efer = Efer::from_bits_retain(save.efer & self.efer_shown);
@@ -137,11 +147,11 @@ impl<C: Cpu> Svm<C> {
             let Some((these, others)) = rest.split_at_mut_checked(count) else { break };
             rest = others;
             if l1.read(segment_at(at, first), these.as_mut_bytes()).is_err() {
-                return missing(l1);
+                return self.missing(l1);
             }
         }
         if l1.read(Gpa(at.0 + MSRS), msrs.as_mut_bytes()).is_err() {
-            return missing(l1);
+            return self.missing(l1);
         }
         let save = &mut self.vmcb_mut(Clean::empty()).save;
         for (to, from) in [SEG_FS, SEG_GS, SEG_LDTR, SEG_TR].into_iter().zip(segments) {
@@ -171,7 +181,7 @@ impl<C: Cpu> Svm<C> {
         for (first, count) in SEGMENTS {
             let Some(these) = save.segments.get(first..first + count) else { continue };
             if l1.write(segment_at(at, first), these.as_bytes()).is_err() {
-                return missing(l1);
+                return self.missing(l1);
             }
         }
         let msrs = [
@@ -185,7 +195,7 @@ impl<C: Cpu> Svm<C> {
             save.sysenter_eip,
         ];
         if l1.write(Gpa(at.0 + MSRS), msrs.as_bytes()).is_err() {
-            return missing(l1);
+            return self.missing(l1);
         }
         Executed::Retired
     }
@@ -194,9 +204,4 @@ impl<C: Cpu> Svm<C> {
 /// Where a segment of the block at `at` lies.
 const fn segment_at(at: Gpa, index: usize) -> Gpa {
     Gpa(at.0 + SAVE + index as u64 * SEGMENT)
-}
-
-/// What an instruction comes to whose block is no memory: #GP, as on stock KVM, where that is sure.
-pub(super) fn missing(l1: &impl L1Memory) -> Executed {
-    if l1.is_final() { Executed::Fault(Exception::gp(0)) } else { Executed::Outside }
 }

@@ -10,7 +10,7 @@ use x86::{
     vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
 };
 
-use super::{Seen, instructions::missing, paging::has_tables};
+use super::{Seen, paging::has_tables};
 use crate::{
     l2::{Injected, State},
     state::{Svm, Virq},
@@ -46,7 +46,7 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = &mut self.nested else { return Executed::Shutdown };
         let seen = Seen::new(l1);
         // Checks and merge see the copy alone: another vCPU of L1's may rewrite the page meanwhile.
-        let Ok(dirty) = state.v12.load(&seen, at) else { return missing(l1) };
+        let Ok(dirty) = state.v12.load(&seen, at) else { return self.missing(l1) };
         let v12 = state.v12.get();
         let offered = &self.cold.offered;
         if checks::controls(&v12.control, offered).is_err()
@@ -116,7 +116,7 @@ impl<C: Cpu> Svm<C> {
             state.v12.forget();
         }
         if nested_svm::leave::write_refused(&Seen::new(l1), at).is_err() {
-            return missing(l1);
+            return self.missing(l1);
         }
         let block = self.vmcb_mut(Clean::empty());
         // VMRUN retires also when it ends with VMEXIT_INVALID: L1 goes on behind it.

@@ -261,7 +261,7 @@ impl Test {
         done: Executed,
     ) {
         let gp = Executed::Fault(Exception::gp(0));
-        let missing = if self.memory.is_final { gp } else { Executed::Outside };
+        let missing = if self.memory.is_final { Executed::NoPage } else { Executed::Outside };
         let address = at & 0xfff == 0 && at >> WIDTH == 0;
         let expected =
             match code {
@@ -305,7 +305,7 @@ impl Test {
                 assert_eq!(shown(&self.svm, &self.gprs), after, "a refused block");
                 return;
             }
-            Executed::Fault(_) | Executed::Outside if code == 0x80 => {
+            Executed::Fault(_) | Executed::NoPage | Executed::Outside if code == 0x80 => {
                 self.was_entered &= off || user
             }
             _ => {}

@@ -15,7 +15,7 @@ use crate::{
     exits::table::stays,
     run::{
         events::Outer,
-        outcome::{Next, Outcome},
+        outcome::{Break, Next, Outcome},
         user_exit::{ERROR_EMULATION, ErrorData},
     },
 };
@@ -119,8 +119,7 @@ impl<B: Backend> Vcpu<B> {
             // L2's operand lies where L1's tables refuse: an exit for L1, not a fault.
             Some((_, Some((at, fault)))) => self.note_refused(at, fault),
             Some((Executed::NoPage, None)) => {
-                // As on stock KVM: it is the VMM's doing that no memory is there.
-                return Err(self.internal_error(ERROR_EMULATION, ErrorData::default()));
+                return Err(self.no_block());
             }
             Some((done, None)) => {
                 let _ = self.executed(done, next);
@@ -128,6 +127,13 @@ impl<B: Backend> Vcpu<B> {
             None => {}
         }
         Ok(())
+    }
+
+    /// An instruction for hypervisors names a block that is no memory. As on stock KVM: it is the VMM's doing that none is
+    /// there.
+    #[cold]
+    pub(crate) fn no_block(&mut self) -> Break {
+        self.internal_error(ERROR_EMULATION, ErrorData::default())
     }
 
     /// Maps a page that the loop has looked for in vain and that L1 itself may never touch: else each entry came here, as

@@ -33,12 +33,7 @@ use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 
 use super::Mmu;
 use super::pdptes::Pdptes;
-use crate::{
-    Vcpu,
-    run::outcome::Next,
-    run::outcome::Outcome,
-    run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
-};
+use crate::{Vcpu, run::outcome::Next, run::outcome::Outcome, run::user_exit::UserExit};
 
 /// What the shadow tables are asked for before the next entry.
 mod work {
@@ -294,8 +289,7 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.count(VcpuCount::PfEmulate);
                 if self.events.again.is_some() {
                     // The tables, descriptors or stack that the delivery needs lie in device memory.
-                    let data = ErrorData::new(&self.b.exit_raw());
-                    return Err(self.internal_error(ERROR_DELIVERY, data));
+                    return Err(self.delivery_met_device(gpa));
                 }
                 self.device_access(as_tdp(gpa, fault.code))
             }

@@ -33,7 +33,7 @@ use vm::{
     irq::Space,
     memory::{FaultAccess, FaultOutcome, MemoryError},
 };
-use x86::{Direction, Exception, Gfn, Gpa};
+use x86::{Direction, Gfn, Gpa};
 
 use crate::{
     Vcpu,
@@ -315,7 +315,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         // The delivery of an event has met a device: no instruction at RIP stands for it.
         if self.events.again.is_some() {
-            return self.delivery_needs_device();
+            return self.delivery_needs_device(fault.gpa);
         }
         // The next fault in this page most likely is the same device's.
         self.device.seen.page = fault.gpa.gfn();
@@ -350,15 +350,22 @@ impl<B: Backend> Vcpu<B> {
     /// guest's guest that has such is shut down instead of ending its hypervisor: a fault instead of the event
     /// could not be delivered either.
     #[cold]
-    fn delivery_needs_device(&mut self) -> Outcome {
+    fn delivery_needs_device(&mut self, gpa: Gpa) -> Outcome {
         if self.pending.after_exit.is_nested() {
             self.events.again = None;
             self.events.outer.set(Outer::TRIPLE_FAULT, true);
             self.pending.raise();
             return Ok(());
         }
-        let data = ErrorData::new(&self.b.exit_raw());
-        Err(self.internal_error(ERROR_DELIVERY, data))
+        Err(self.delivery_met_device(gpa))
+    }
+
+    /// KVM_EXIT_INTERNAL_ERROR for an event whose delivery has met a device at `gpa`, with the words that stock KVM gives.
+    #[cold]
+    pub(crate) fn delivery_met_device(&mut self, gpa: Gpa) -> Break {
+        let (code, [info1, info2], ..) = self.b.exit_record();
+        let cpu = host::smp::cpu_id() as u64;
+        self.internal_error(ERROR_DELIVERY, ErrorData::new(&[info2, code, info1, gpa.0, cpu]))
     }
 
     /// An access to a device by an instruction that is no plain load or store, or cannot be told to be one.
@@ -366,8 +373,7 @@ impl<B: Backend> Vcpu<B> {
     fn emulate_access(&mut self, fault: TdpFault, fetched: Fetched, decoded: &Decoded) -> Outcome {
         if decoded.moves_control_block() && self.is_operand_of_l1(fault) {
             // As where the backend carries it out: there is no block.
-            self.raise(Exception::gp(0));
-            return Ok(());
+            return Err(self.no_block());
         }
         // A fetch or a walk faulted: the fault tells nothing of the instruction.
         let told = fault.final_access && !fault.fetch;
