@@ -9,6 +9,7 @@ use x86::{Cr0, Cr4, Exception};
 use crate::machine::{Access, Machine, Stop};
 use crate::operand::{Place, Run, to_page_end};
 use crate::register::RegRef;
+use crate::x87::STATUS_ERROR;
 
 /// What LMSW may change; PE it can only set.
 const LMSW: Cr0 = Cr0::PE.union(Cr0::MP).union(Cr0::EM).union(Cr0::TS);
@@ -142,7 +143,7 @@ impl<M: Machine> Run<'_, M> {
         Ok(Some(()))
     }
 
-    fn mmx_usable(&self) -> Result<(), Stop> {
+    fn mmx_usable(&mut self) -> Result<(), Stop> {
         let cr0 = self.m.cr0();
         if cr0.contains(Cr0::EM) {
             return Err(Stop::Fault(Exception::ud()));
@@ -150,7 +151,9 @@ impl<M: Machine> Run<'_, M> {
         if cr0.contains(Cr0::TS) {
             return Err(Stop::Fault(Exception::nm()));
         }
-        Ok(())
+        // An exception of the x87 unit that waits comes before a fault of the operand (SDM vol. 3A table 6-2).
+        let [_, status] = self.m.x87_words()?;
+        if status & STATUS_ERROR != 0 { Err(Stop::Fault(Exception::mf())) } else { Ok(()) }
     }
 
     fn vector_usable(&self, cr0: Cr0) -> Result<(), Stop> {

@@ -10,7 +10,7 @@ use crate::machine::{Access, Machine, Stop};
 use crate::operand::Run;
 
 /// An unmasked exception waits.
-const STATUS_ERROR: u16 = 1 << 7;
+pub(crate) const STATUS_ERROR: u16 = 1 << 7;
 
 impl<M: Machine> Run<'_, M> {
     /// Executes the instruction, if it is one of these.

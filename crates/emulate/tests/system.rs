@@ -108,6 +108,19 @@ fn vector_moves_need_their_unit() {
 }
 
 #[test]
+fn a_waiting_x87_exception_comes_before_the_operand() {
+    const NON_CANONICAL: u64 = 1 << 63;
+    for code in [[0x0f, 0x7f, 0x03], [0x0f, 0x6f, 0x03]] {
+        // movq [rbx], mm0 and back
+        let mut m = at_ram();
+        m.gpr[RBX] = NON_CANONICAL;
+        assert_eq!(m.run(&code), Err(GP));
+        m.x87[1] = 1 << 7;
+        assert_eq!(m.run(&code), Err(Stop::Fault(Exception::mf())));
+    }
+}
+
+#[test]
 fn aligned_forms_fault_on_other_addresses() {
     let mut m = at_ram();
     m.gpr[RBX] = RAM + 8;

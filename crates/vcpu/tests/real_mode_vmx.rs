@@ -2,6 +2,7 @@
 
 mod rig;
 
+use backend::{Registers, ShadowBy};
 use gannet_vcpu::{RunInput, UserExit};
 use host::page::Pages;
 use host::std_port::test::{adopt, clock};
@@ -13,6 +14,7 @@ use vm::{
     VmRef,
     vcpu_shared::{MpState, Request},
 };
+use x86::Rflags;
 
 /// A guest whose memory begins with these bytes at 0x1000, where it starts; the handler of vector 0x20 is an
 /// INC BX and an IRET.
@@ -67,6 +69,22 @@ fn a_program_of_real_mode_runs_to_its_end() {
     let regs = guest.v.regs();
     assert_eq!((regs.gpr[0], regs.gpr[1], regs.gpr[3]), (100, 0, 1));
     assert_eq!((regs.rip, regs.gpr[4]), (0x100c, 0x1ff0));
+}
+
+#[test]
+fn a_load_of_ss_is_told_from_sti_where_interrupts_are_on() {
+    // mov ss, ax, or sti; out 0x45, al
+    for (code, flags, by) in [
+        ([0x8e, 0xd0, 0xe6, 0x45], Rflags::IF, ShadowBy::MovSs),
+        ([0x90, 0xfb, 0xe6, 0x45], Rflags::empty(), ShadowBy::Sti),
+    ] {
+        let mut guest = Guest::new(&code);
+        let mut regs = guest.v.regs();
+        regs.rflags |= flags;
+        guest.v.set_regs(&regs);
+        assert_eq!(port(guest.run()), 0x45);
+        assert_eq!(guest.v.backend().shadow_by(), by);
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Backend, Nested, RDX};
+use backend::{Backend, Nested, RDX, ShadowBy};
 use emulate::{Cause, Decoded, Fetched, Stop};
 use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
@@ -150,7 +150,12 @@ impl<B: Backend> Vcpu<B> {
                 if complete {
                     self.b.retire(done.rip);
                     // Behind `retire`, which ends every shadow.
-                    self.b.set_interrupt_shadow(done.interrupt_shadow);
+                    match done.interrupt_shadow {
+                        false => self.b.set_interrupt_shadow(false),
+                        // That of a load of SS holds debug exceptions back too, where the CPU tells them apart.
+                        true if decoded.is_sti() => self.b.set_interrupt_shadow_by(ShadowBy::Sti),
+                        true => self.b.set_interrupt_shadow_by(ShadowBy::MovSs),
+                    }
                     // A load of SS holds the trap back (SDM vol. 3A §6.8.3), and INT n takes the guest's own away.
                     let held = done.interrupt_shadow && !decoded.is_sti();
                     let taken = decoded.is_software_interrupt() && !self.rare.debug.single_step;
