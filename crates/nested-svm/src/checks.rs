@@ -57,11 +57,15 @@ pub enum Inconsistent {
     Pat,
 }
 
-/// Checks a control area, as it was copied.
+/// Checks a control area, as it was copied. `guest`: the save area of the same block, where it is known.
 ///
 /// # Errors
 /// The first check that fails.
-pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent> {
+pub fn controls(
+    control: &Control,
+    guest: Option<&Save>,
+    offered: &Offered,
+) -> Result<(), Inconsistent> {
     // An intercept of VMRUN is not optional: without it L2 would be a hypervisor beside L1 (§15.5.1).
     let [.., fourth, _] = control.intercepts;
     if fourth & Intercept4::VMRUN.bits() == 0 {
@@ -89,7 +93,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
     if merge::has_virtual_nmi(control) && !(offered.vnmi && intercepts(control, ExitCode::Nmi)) {
         return Err(Inconsistent::VirtualNmi);
     }
-    injected(control.event_inj)
+    injected(control.event_inj, guest)
 }
 
 /// A permission map begins at a page; the low bits of its address are ignored (APM vol. 2 §15.10.1).
@@ -120,22 +124,37 @@ fn nested_paging(control: &Control, offered: &Offered) -> Result<(), Inconsisten
     Ok(())
 }
 
-/// EVENTINJ (APM vol. 2 §15.20): a type that does not exist, a vector that is no exception's.
-fn injected(event_inj: u64) -> Result<(), Inconsistent> {
+/// EVENTINJ (APM vol. 2 §15.20): a type that does not exist, a vector of no exception, or of one that there is not in the
+/// guest's mode.
+fn injected(event_inj: u64, guest: Option<&Save>) -> Result<(), Inconsistent> {
+    /// APM vol. 2 table 8-1, without NMI, which has a type of its own, and what needs features that are not offered: shadow
+    /// stacks and encrypted guests.
+    const EXCEPTIONS: u32 = 0x400f_7dfb;
+    /// #OF and #BR: INTO and BOUND are no instructions of 64-bit mode.
+    const NOT_IN_64_BIT_MODE: u32 = 1 << 4 | 1 << 5;
     // The other fields of an event that is not valid mean nothing.
     if event_inj & event::VALID == 0 {
         return Ok(());
     }
-    const NMI_VECTOR: u64 = 2;
-    let vector = event_inj & event::VECTOR;
+    let is_exception = |vector: u64| {
+        let lacks = if guest.is_some_and(is_64_bit) { NOT_IN_64_BIT_MODE } else { 0 };
+        // Above 31 there are none.
+        vector < 32 && (EXCEPTIONS & !lacks) >> vector & 1 != 0
+    };
     // What the CPU would find wrong at VMRUN of block 02 is refused before anything of L1 changes.
     match event_inj & event::TYPE {
         // The vector of an interrupt or INT n may be any.
         event::INTR | event::NMI | event::SOFT => Ok(()),
-        // An NMI has a type of its own. Above 31 there are no exceptions.
-        event::EXCEPTION if vector != NMI_VECTOR && vector < 32 => Ok(()),
+        event::EXCEPTION if is_exception(event_inj & event::VECTOR) => Ok(()),
         _ => Err(Inconsistent::Event),
     }
+}
+
+/// Whether a guest with these registers is in 64-bit mode.
+fn is_64_bit(save: &Save) -> bool {
+    let long = Efer::from_bits_retain(save.efer).contains(Efer::LME)
+        && Cr0::from_bits_retain(save.cr0).contains(Cr0::PG);
+    long && save.segments.get(SEG_CS).is_some_and(|cs| cs.attrib & ATTRIB_L != 0)
 }
 
 /// Checks of a save area what is not known to be as it was: `dirty`, from [`crate::vmcb12::Vmcb12::load`].
@@ -244,7 +263,7 @@ mod tests {
     fn verdict(change: impl FnOnce(&mut Vmcb)) -> Result<(), Inconsistent> {
         let mut block = runnable();
         change(&mut block);
-        controls(&block.control, &OFFERED)?;
+        controls(&block.control, Some(&block.save), &OFFERED)?;
         save(&block.save, &OFFERED, Clean::ALL)?;
         pat(block.save.g_pat)
     }
@@ -252,6 +271,27 @@ mod tests {
     #[test]
     fn a_plain_block_may_be_run() {
         assert_eq!(verdict(|_| {}), Ok(()));
+    }
+
+    /// Interrupts have all vectors; exceptions those that the manual gives one, as far as the guest's mode has it.
+    #[test]
+    fn an_injected_exception_has_a_vector_of_one() {
+        let legacy = |b: &mut Vmcb| b.save.segments[SEG_CS].attrib = ATTRIB_D;
+        let anywhere = [0, 1, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 30];
+        for vector in 0..256 {
+            let taken = |kind, mode: fn(&mut Vmcb)| {
+                let inject = |b: &mut Vmcb| {
+                    b.control.event_inj = event::VALID | kind | vector;
+                    mode(b);
+                };
+                verdict(inject).is_ok()
+            };
+            let there = anywhere.contains(&vector);
+            assert_eq!(taken(event::EXCEPTION, |_| {}), there, "{vector}");
+            let there = there || [4, 5].contains(&vector);
+            assert_eq!(taken(event::EXCEPTION, legacy), there, "{vector} outside of 64-bit mode");
+            assert!(taken(event::INTR, |_| {}) && taken(event::SOFT, |_| {}), "{vector}");
+        }
     }
 
     #[test]
@@ -271,6 +311,7 @@ mod tests {
             (Inconsistent::Event, |b| b.control.event_inj = event::VALID | (1 << 8)),
             (Inconsistent::Event, |b| b.control.event_inj = event::VALID | event::EXCEPTION | 2),
             (Inconsistent::Event, |b| b.control.event_inj = event::VALID | event::EXCEPTION | 32),
+            (Inconsistent::Event, |b| b.control.event_inj = event::VALID | event::EXCEPTION | 15),
             (Inconsistent::Efer, |b| b.save.efer &= !Efer::SVME.bits()),
             (Inconsistent::Efer, |b| b.save.efer |= 1 << 40),
             (Inconsistent::Cr0, |b| b.save.cr0 |= Cr0::NW.bits()),
@@ -313,11 +354,11 @@ mod tests {
         let mut block = runnable();
         block.control.np_ctl = NP_ENABLE;
         let without = Offered { npt: false, flush_by_asid: false, ..OFFERED };
-        assert_eq!(controls(&block.control, &without), Err(Inconsistent::Npt));
+        assert_eq!(controls(&block.control, None, &without), Err(Inconsistent::Npt));
         block.control.np_ctl = 0;
         block.control.tlb_ctl = 1;
-        assert_eq!(controls(&block.control, &without), Ok(()));
+        assert_eq!(controls(&block.control, None, &without), Ok(()));
         block.control.tlb_ctl = 3;
-        assert_eq!(controls(&block.control, &without), Err(Inconsistent::TlbControl));
+        assert_eq!(controls(&block.control, None, &without), Err(Inconsistent::TlbControl));
     }
 }

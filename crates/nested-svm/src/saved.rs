@@ -199,7 +199,7 @@ pub fn check(
     }
     let data = data.ok_or(Refused::Data)?;
     // The controls are checked as VMRUN checks them, by what L1 is offered here: another host may offer less.
-    checks::controls(&data.control, offered).map_err(|_| Refused::Controls)?;
+    checks::controls(&data.control, None, offered).map_err(|_| Refused::Controls)?;
     // L1's part of the page: registers that no CPU could have had would be run when L2 exits.
     if !checks::is_host(&data.save) {
         return Err(Refused::Host);

@@ -131,7 +131,7 @@ fn no_byte_of_the_block_is_read_twice() {
     assert!(memory.reads.borrow().iter().all(|seen| *seen <= 1));
     // What is done with it afterwards looks at the copy.
     let mut b02 = Vmcb::new_zeroed();
-    let _ = gannet_nested_svm::checks::controls(v12.control(), &OFFERED);
+    let _ = gannet_nested_svm::checks::controls(v12.control(), Some(&v12.get().save), &OFFERED);
     merge::enter(&mut b02, v12.get(), Clean::ALL, &l0([0; 6]), &OFFERED);
     assert_eq!(v12.get().as_bytes(), copy);
     assert!(memory.reads.borrow().iter().all(|seen| *seen <= 1));

@@ -49,7 +49,7 @@ impl<C: Cpu> Svm<C> {
         let Ok(dirty) = state.v12.load(&seen, at) else { return self.missing(l1) };
         let v12 = state.v12.get();
         let offered = &self.cold.offered;
-        if checks::controls(&v12.control, offered).is_err()
+        if checks::controls(&v12.control, Some(&v12.save), offered).is_err()
             || checks::save(&v12.save, offered, dirty).is_err()
             || (has_tables(&v12.control) && !may_have_tables(self.block.vmcb(), &v12.save))
         {

@@ -239,7 +239,15 @@ pub fn is_good(m: &Memory, at: u64) -> bool {
     let event_is_good = event >> 31 & 1 == 0
         || match event >> 8 & 7 {
             0 | 2 | 4 => true,
-            3 => event & 0xff < 32 && event & 0xff != 2,
+            3 => {
+                let reserved = [2, 9, 15, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 31];
+                let in_64_bit_mode =
+                    efer >> 8 & 1 == 1 && cr0 >> 31 & 1 == 1 && word(0x410) >> 25 & 1 == 1;
+                let vector = event & 0xff;
+                vector < 32
+                    && !reserved.contains(&vector)
+                    && !(in_64_bit_mode && [4, 5].contains(&vector))
+            }
             _ => false,
         };
     let paging = efer >> 8 & 1 == 1 && cr0 >> 31 & 1 == 1;
