@@ -88,7 +88,13 @@ fn targets(layout: &Layout, program: &Path) -> Result<Vec<Target>> {
     let output = layout.tool(program).env("GANNET_FUZZ_LIST", "1").output()?;
     let text = String::from_utf8(output.stdout)?;
     let words = text.lines().filter_map(|line| line.split_once(' '));
-    Ok(words.map(|(name, longest)| (name.to_owned(), longest.to_owned())).collect())
+    let targets: Vec<Target> =
+        words.map(|(name, longest)| (name.to_owned(), longest.to_owned())).collect();
+    // A program that the loader refuses lists nothing, and of nothing all would end well.
+    if !output.status.success() || targets.is_empty() {
+        bail!("the fuzzers do not start: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(targets)
 }
 
 fn command(layout: &Layout, program: &Path, name: &str) -> Command {

@@ -239,7 +239,11 @@ fn a_vmload_of_no_memory_is_told_to_user_space_and_no_access_to_a_device() {
             machine.put(at, entry);
         }
         machine.put(L1_RIP, code);
-        machine.then(npf(0xd000_0000, write));
+        let mut npf = npf(0xd000_0000, write);
+        machine.then(move |vmcb, gprs| {
+            npf(vmcb, gprs);
+            vmcb.save.rax = 0xd000_0000;
+        });
         assert_eq!(machine.run(), UserExit::InternalError { suberror: 1 }, "{code:x}");
         // It is executed again, and nothing else has become of it.
         machine.then(move |vmcb, gprs| {
@@ -248,6 +252,35 @@ fn a_vmload_of_no_memory_is_told_to_user_space_and_no_access_to_a_device() {
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
         assert_eq!(machine.vcpu.backend().cpu().inner().injected, 0, "{code:x}");
+    }
+}
+
+/// An access to a device whose instruction another vCPU has made VMLOAD meanwhile: a program of the guest's stops no VM by it.
+#[test]
+fn a_program_that_shows_vmload_for_its_access_hurts_itself_alone() {
+    use rig::nested::{L1_RIP, L1_ROOT};
+    const GP: u64 = 1 << 31 | 1 << 11 | 3 << 8 | 13;
+    // Its privilege, RAX, and whether it is a hypervisor's.
+    for (cpl, rax, svme) in [(3, 0xd000_0000, true), (0, 0x1000, true), (0, 0xd000_0000, false)] {
+        let mut machine = Hypervisor::new(false);
+        // For programs too.
+        for (at, entry) in [(L1_ROOT, 0x4007), (0x4000, 0x5007), (0x5000, 0x87)] {
+            machine.put(at, entry);
+        }
+        machine.put(L1_RIP, 0x00da_010f);
+        if !svme {
+            let mut sregs = machine.vcpu.sregs();
+            sregs.efer -= Efer::SVME;
+            machine.vcpu.set_sregs(&sregs, None).unwrap();
+        }
+        let mut npf = npf(0xd000_0000, 0);
+        machine.then(move |vmcb, gprs| {
+            npf(vmcb, gprs);
+            (vmcb.save.cpl, vmcb.save.rax) = (cpl, rax);
+        });
+        machine.then(shutdown);
+        assert_eq!(machine.run(), UserExit::Shutdown, "{cpl} {rax:x} {svme}");
+        assert_eq!(machine.vcpu.backend().cpu().inner().injected, GP, "{cpl} {rax:x} {svme}");
     }
 }
 

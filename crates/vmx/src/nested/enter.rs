@@ -341,6 +341,7 @@ impl<C: Cpu> Vmx<C> {
     fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         // At each entry: L1 changes it without VMWRITE, and L2's follows from it.
         n.l0.efer = self.efer.bits();
+        n.exit_tsc.begin();
         if dirty.has(Group::Msrs) {
             // Without that control L2 begins with L1's DR7, which vmcs02 does not have.
             // A VMREAD that is spared for those who load the register: DR7 is L1's to change without an exit.

@@ -39,6 +39,15 @@ impl ExitTsc {
         }
     }
 
+    /// L2 is entered. An exit for which it does not run, or an event that ends its run later, must not get the time of an
+    /// exit before this.
+    #[inline]
+    pub(crate) fn begin(&mut self) {
+        if let Some(word) = self.page.table().get(1) {
+            word.store(0, Relaxed);
+        }
+    }
+
     /// What was noted was for an exit that did not come to its end.
     #[inline]
     pub(crate) fn forget(&mut self) {
@@ -88,6 +97,14 @@ mod tests {
             tsc.note(NOW, false);
             assert_eq!(tsc.take(), taken, "{stored:#x}");
         }
+    }
+
+    #[test]
+    fn the_time_of_an_exit_before_the_entry_does_not_count() {
+        let mut tsc = with(99_500);
+        tsc.begin();
+        tsc.note(100_000, false);
+        assert_eq!(tsc.take(), 100_000);
     }
 
     #[test]

@@ -33,7 +33,7 @@ use vm::{
     irq::Space,
     memory::{FaultAccess, FaultOutcome, MemoryError},
 };
-use x86::{Direction, Gfn, Gpa};
+use x86::{Cr0, Direction, Efer, Exception, Gfn, Gpa};
 
 use crate::{
     Vcpu,
@@ -372,13 +372,29 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn emulate_access(&mut self, fault: TdpFault, fetched: Fetched, decoded: &Decoded) -> Outcome {
         if decoded.moves_control_block() && self.is_operand_of_l1(fault) {
-            // As where the backend carries it out: there is no block.
-            return Err(self.no_block());
+            if self.may_name_block(fault.gpa) {
+                // As where the backend carries it out: there is no block.
+                return Err(self.no_block());
+            }
+            // Nothing that has made this exit: another vCPU writes the code, perhaps a program's, which must not stop the VM.
+            self.raise(Exception::gp(0));
+            return Ok(());
         }
         // A fetch or a walk faulted: the fault tells nothing of the instruction.
         let told = fault.final_access && !fault.fetch;
         let cause = if told { Cause::Memory { write: fault.write } } else { Cause::Any };
         self.emulate_decoded(cause, fetched, decoded)
+    }
+
+    /// Whether VMLOAD or VMSAVE can have named the block at `gpa`: what the CPU asks before it looks at the operand (APM vol.
+    /// 3, VMLOAD), and RAX.
+    fn may_name_block(&self, gpa: Gpa) -> bool {
+        let c = self.b.control();
+        let [rax, ..] = self.gprs.0;
+        c.efer.contains(Efer::SVME)
+            && c.cr0.contains(Cr0::PE)
+            && self.b.cpl() == 0
+            && Gpa(rax).gfn() == gpa.gfn()
     }
 
     /// Whether a fault can be one on the operand of an instruction of SVM's: L1's.
