@@ -14,7 +14,7 @@ use x86::vmcs::{Groups, InstructionError, ProcControls2};
 use x86::{Cr0, Exception, Gpa, Rflags};
 
 pub use enlightened::Told;
-pub use entry::{By, Entered, PendingEntry};
+pub use entry::{Entered, EntryBy, PendingEntry};
 pub use function::Switch;
 pub use invalidate::Invalidation;
 
@@ -332,7 +332,7 @@ impl Machine {
     #[inline]
     pub fn execute_entry(
         &mut self,
-        by: By,
+        by: EntryBy,
         cpu: &Cpu,
         limits: &Limits,
         memory: &impl GuestMemory,
@@ -381,8 +381,12 @@ impl Machine {
             Instruction::Vmwrite { field, from, value } => {
                 self.vmwrite(field, from, value, cpu, l1)
             }
-            Instruction::Vmresume => self.enter(By::Vmresume, cpu, limits, l1).map(Then::Enter),
-            Instruction::Vmlaunch => self.enter(By::Vmlaunch, cpu, limits, l1).map(Then::Enter),
+            Instruction::Vmresume => {
+                self.enter(EntryBy::Vmresume, cpu, limits, l1).map(Then::Enter)
+            }
+            Instruction::Vmlaunch => {
+                self.enter(EntryBy::Vmlaunch, cpu, limits, l1).map(Then::Enter)
+            }
             Instruction::Vmptrld { pointer } => self.vmptrld(pointer, limits, l1),
             Instruction::Vmclear { pointer } => self.vmclear(pointer, limits, l1),
             Instruction::Vmptrst { to } => self.vmptrst(to, l1),

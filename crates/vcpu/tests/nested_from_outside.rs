@@ -185,14 +185,7 @@ fn an_interrupt_of_the_vmms_that_ends_l2s_run_does_not_come_once_more() {
     v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1);
     v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) | 1 << 15);
     let mut machine = Hypervisor::without_apic(features(), &v);
-    machine.vmlaunch();
-    machine.then(|vmcs, gprs| {
-        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
-        surroundings::set_signal_pending(true);
-        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
-    });
-    assert_eq!(machine.run(), UserExit::Intr);
-    surroundings::set_signal_pending(false);
+    stop_in_l2(&mut machine);
     machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
     machine.then(|vmcs, gprs| {
         assert_eq!((vmcs.get(field::GUEST_RIP), vmcs.get(field::ENTRY_INTERRUPTION)), (L1_RIP, 0));

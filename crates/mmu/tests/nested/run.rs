@@ -43,7 +43,7 @@ pub enum Op {
     /// Table, index, bit.
     Tweak(u8, u8, u8),
     Access(u8, u8, u8),
-    /// The same by software.
+    /// An access that software makes, by a walk of its own, held against the reference.
     Walk(u8, u8, u8),
     Enter(u8, u8),
     Flush(u8),

@@ -13,7 +13,7 @@ use x86::vmcs::{Groups, field};
 use x86::{Exception, Gpa};
 use zerocopy::IntoBytes;
 
-use super::{By, Cpu, L1, Level, Machine, Place, Then};
+use super::{Cpu, EntryBy, L1, Level, Machine, Place, Then};
 use crate::checks::Limits;
 use crate::memory::is_page;
 use crate::{Fail, GuestMemory, Outside};
@@ -234,7 +234,7 @@ impl Machine {
     /// The instruction ends so. [`Fail::Outside`]: what L1 names is no memory of its; nothing has changed.
     pub fn load_enlightened(
         &mut self,
-        by: By,
+        by: EntryBy,
         cpu: &Cpu,
         limits: &Limits,
         l1: &impl GuestMemory,
@@ -272,7 +272,7 @@ impl Machine {
         };
         self.take_page(clean);
         // There is no launch state: the check of VMLAUNCH and VMRESUME is to find what the instruction wants.
-        self.vmcs12.set_launched(by == By::Vmresume);
+        self.vmcs12.set_launched(by == EntryBy::Vmresume);
         Ok(Loaded::Page)
     }
 
@@ -311,12 +311,12 @@ impl Machine {
     }
 
     /// Reads what L1 may have changed. What is clean has to be what VMCS12 has.
-    fn read_changed(&mut self, from: Gpa, by: By, l1: &impl GuestMemory) -> Result<u32, Fail> {
+    fn read_changed(&mut self, from: Gpa, by: EntryBy, l1: &impl GuestMemory) -> Result<u32, Fail> {
         let e = &mut self.enlightened;
         // These 96 bytes change at nearly every entry: they are read whatever the clean fields say.
         e.read(from, HOT, l1)?;
         // VMLAUNCH takes no word of L1's for granted.
-        let clean = if by == By::Vmlaunch { 0 } else { e.u32(at::CLEAN) & ALL_CLEAN };
+        let clean = if by == EntryBy::Vmlaunch { 0 } else { e.u32(at::CLEAN) & ALL_CLEAN };
         // With all others clean the rest of the page is not read: nothing of it would be used.
         if (clean | HOT_GROUPS) & ALL_CLEAN != ALL_CLEAN {
             e.read(from, 0..HOT.start, l1)?;

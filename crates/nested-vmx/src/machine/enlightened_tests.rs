@@ -6,7 +6,7 @@ use x86::vmcs::{ExitReason, InstructionError, PinControls, ProcControls, ProcCon
 use super::*;
 use crate::Vmcs12;
 use crate::leave::Report;
-use crate::machine::{By, Entered, Instruction, PendingEntry};
+use crate::machine::{Entered, EntryBy, Instruction, PendingEntry};
 use crate::saved::{self, Context, HEADER, IMAGE, Images, Onto, Restored, flag};
 use crate::testing::{CPU, KNOWN, LIMITS, Memory, Vmcs02, capabilities, good, set};
 
@@ -67,18 +67,18 @@ impl Guest {
         self.memory.put(ASSIST_AT + 48, &page.to_le_bytes());
     }
 
-    fn load(&mut self, by: By) -> Result<Loaded, Fail> {
+    fn load(&mut self, by: EntryBy) -> Result<Loaded, Fail> {
         self.machine.load_enlightened(by, &CPU, &LIMITS, &self.memory)
     }
 
-    fn enter(&mut self, by: By) -> Result<PendingEntry, Fail> {
+    fn enter(&mut self, by: EntryBy) -> Result<PendingEntry, Fail> {
         assert_eq!(self.load(by), Ok(Loaded::Page));
         let entry = self.machine.execute_entry(by, &CPU, &LIMITS, &self.memory);
         entry.map_err(|fail| self.machine.refuse_entry(fail, &self.memory))
     }
 
     /// L2 runs.
-    fn run(&mut self, by: By) -> Groups {
+    fn run(&mut self, by: EntryBy) -> Groups {
         let entry = self.enter(by).unwrap();
         let Entered::L2(dirty) = self.machine.finish_entry(&LIMITS, &self.memory) else {
             panic!("the entry failed")
@@ -129,32 +129,32 @@ fn left() -> Vmcs02 {
 fn an_entry_takes_all_that_the_page_carries() {
     let mut guest = Guest::new();
     guest.memory.forget_reads();
-    assert_eq!(guest.load(By::Vmlaunch), Ok(Loaded::Page));
+    assert_eq!(guest.load(EntryBy::Vmlaunch), Ok(Loaded::Page));
     assert_eq!(guest.memory.most_reads(), 1, "each byte once");
     for line in &READ_LINES {
         let (taken, meant) = (guest.machine.vmcs12.served(&line.field), good().served(&line.field));
         assert_eq!(taken, meant, "{:#x}", line.field.encoding);
     }
     assert!(guest.machine.is_enlightened() && guest.machine.current().is_none());
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     assert_eq!(guest.machine.level(), Level::L2);
 }
 
 #[test]
 fn there_is_no_launch_state() {
-    for first in [By::Vmresume, By::Vmlaunch] {
+    for first in [EntryBy::Vmresume, EntryBy::Vmlaunch] {
         let mut guest = Guest::new();
         guest.run(first);
         guest.leave(&left());
-        assert!(guest.enter(By::Vmlaunch).is_ok());
-        assert!(guest.enter(By::Vmresume).is_ok());
+        assert!(guest.enter(EntryBy::Vmlaunch).is_ok());
+        assert!(guest.enter(EntryBy::Vmresume).is_ok());
     }
 }
 
 #[test]
 fn an_exit_writes_what_l2_left_and_nothing_of_l1s() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     // L1 rewrites the page while L2 runs.
     guest.memory.put(PAGE, &[0xee; BYTES]);
     guest.leave(&left());
@@ -188,11 +188,11 @@ fn an_exit_writes_what_l2_left_and_nothing_of_l1s() {
 #[test]
 fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     put(&guest.memory, PAGE, field::HOST_RIP.encoding() as u16, 0x5555);
     put(&guest.memory, PAGE, field::GUEST_RIP.encoding() as u16, 0x4010);
-    let dirty = guest.run(By::Vmresume);
+    let dirty = guest.run(EntryBy::Vmresume);
     assert_ne!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555);
     assert_eq!(guest.machine.vmcs12.get(field::GUEST_RIP), 0x4010, "never clean");
     assert!(dirty.has(x86::vmcs::Group::Flow) && !dirty.has(x86::vmcs::Group::Host));
@@ -200,13 +200,13 @@ fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
     let all = clean(&guest.memory, PAGE);
     guest.memory.put(PAGE + at::CLEAN as u64, &(all & !Clean::Host1.bit()).to_le_bytes());
     guest.memory.forget_reads();
-    guest.run(By::Vmresume);
+    guest.run(EntryBy::Vmresume);
     assert_eq!(guest.memory.most_reads(), 1);
     assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555);
     // VMLAUNCH takes nothing for clean.
     guest.leave(&left());
     put(&guest.memory, PAGE, field::HOST_RIP.encoding() as u16, 0x6666);
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x6666);
 }
 
@@ -215,14 +215,14 @@ fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
 fn each_group_follows_its_bit() {
     for group in 0..page::GROUPS - 1 {
         let mut guest = Guest::new();
-        guest.run(By::Vmlaunch);
+        guest.run(EntryBy::Vmlaunch);
         guest.leave(&left());
         let before = guest.machine.vmcs12.clone();
         for line in &READ_LINES {
             put(&guest.memory, PAGE, line.field.encoding, !before.served(&line.field));
         }
         guest.memory.put(PAGE + at::CLEAN as u64, &(ALL_CLEAN & !(1 << group)).to_le_bytes());
-        assert_eq!(guest.load(By::Vmresume), Ok(Loaded::Page));
+        assert_eq!(guest.load(EntryBy::Vmresume), Ok(Loaded::Page));
         for (at, line) in READ_LINES.iter().enumerate() {
             let of = |g: usize| usize::from(page::STARTS[g])..usize::from(page::STARTS[g + 1]);
             let read = of(group).contains(&at) || of(Clean::Always as usize).contains(&at);
@@ -237,21 +237,21 @@ fn what_is_no_such_page_is_refused() {
     let mut guest = Guest::new();
     for nowhere in [PAGE + 8, 1 << 41, NOWHERE, 0xdead_beef] {
         guest.name(1, nowhere);
-        assert_eq!(guest.load(By::Vmlaunch), Err(Fail::Outside), "{nowhere:#x}");
+        assert_eq!(guest.load(EntryBy::Vmlaunch), Err(Fail::Outside), "{nowhere:#x}");
     }
     guest.name(1, PAGE);
     for revision in [0, 2, 0x91e5_7ed0, u32::MAX] {
         guest.memory.put(PAGE, &revision.to_le_bytes());
-        assert_eq!(guest.load(By::Vmlaunch), Err(Fail::Invalid), "{revision:#x}");
+        assert_eq!(guest.load(EntryBy::Vmlaunch), Err(Fail::Invalid), "{revision:#x}");
         assert!(!guest.machine.is_enlightened());
         assert_eq!(
-            guest.machine.execute_entry(By::Vmlaunch, &CPU, &LIMITS, &guest.memory),
+            guest.machine.execute_entry(EntryBy::Vmlaunch, &CPU, &LIMITS, &guest.memory),
             Err(Fail::Invalid)
         );
     }
     // What Hyper-V writes, against its own specification.
     guest.memory.put(PAGE, &VMCS12_REVISION.to_le_bytes());
-    assert!(guest.enter(By::Vmlaunch).is_ok());
+    assert!(guest.enter(EntryBy::Vmlaunch).is_ok());
     guest.machine.refuse_enlightened(&guest.memory);
     assert!(!guest.machine.is_enlightened() && !guest.machine.owes_memory());
 }
@@ -262,11 +262,13 @@ fn without_the_assist_pages_word_the_current_vmcs_counts() {
     guest.pointer(|pointer| Instruction::Vmptrld { pointer }, REGION).unwrap();
     for (enlightens, page) in [(0, PAGE), (1, u64::MAX), (1, u64::MAX - 1)] {
         guest.name(enlightens, page);
-        assert_eq!(guest.load(By::Vmlaunch), Ok(Loaded::None));
-        assert!(guest.machine.execute_entry(By::Vmlaunch, &CPU, &LIMITS, &guest.memory).is_ok());
+        assert_eq!(guest.load(EntryBy::Vmlaunch), Ok(Loaded::None));
+        assert!(
+            guest.machine.execute_entry(EntryBy::Vmlaunch, &CPU, &LIMITS, &guest.memory).is_ok()
+        );
     }
     guest.machine.enlighten(true, true, true, Some(Gpa(NOWHERE)));
-    assert_eq!(guest.load(By::Vmlaunch), Ok(Loaded::NoAssist));
+    assert_eq!(guest.load(EntryBy::Vmlaunch), Ok(Loaded::NoAssist));
     guest.machine.enlighten(true, false, true, Some(Gpa(ASSIST_AT)));
     assert!(!guest.machine.asks_assist_page(), "not shown to L1");
     guest.machine.enlighten(false, true, true, Some(Gpa(ASSIST_AT)));
@@ -275,7 +277,7 @@ fn without_the_assist_pages_word_the_current_vmcs_counts() {
     let mut guest = Guest::new();
     let user = Cpu { cpl: 3, ..CPU };
     assert_eq!(
-        guest.machine.load_enlightened(By::Vmlaunch, &user, &LIMITS, &guest.memory),
+        guest.machine.load_enlightened(EntryBy::Vmlaunch, &user, &LIMITS, &guest.memory),
         Ok(Loaded::None)
     );
     assert!(!guest.machine.is_enlightened());
@@ -285,14 +287,14 @@ fn without_the_assist_pages_word_the_current_vmcs_counts() {
 #[test]
 fn an_entry_without_an_assist_page_is_of_no_page() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     guest.machine.enlighten(true, true, true, None);
     assert!(guest.machine.asks_assist_page(), "which page it was is to be found out");
-    assert_eq!(guest.load(By::Vmresume), Ok(Loaded::None));
+    assert_eq!(guest.load(EntryBy::Vmresume), Ok(Loaded::None));
     assert!(!guest.machine.is_enlightened() && !guest.machine.owes_memory());
     assert!(!guest.machine.asks_assist_page());
-    let entry = guest.machine.execute_entry(By::Vmresume, &CPU, &LIMITS, &guest.memory);
+    let entry = guest.machine.execute_entry(EntryBy::Vmresume, &CPU, &LIMITS, &guest.memory);
     assert_eq!(entry, Err(Fail::Invalid));
 }
 
@@ -303,7 +305,7 @@ fn another_page_brings_nothing_of_the_one_before() {
     let mark = field::EXIT_MSR_LOAD_COUNT;
     guest.machine.vmcs12_mut().set(mark, 3);
     guest.machine.vmcs12_mut().set(field::PML_INDEX, 9);
-    guest.run(By::Vmresume);
+    guest.run(EntryBy::Vmresume);
     assert_eq!(guest.machine.vmcs12.get(mark), 0);
     assert_eq!(guest.machine.vmcs12.get(field::PML_INDEX), 0);
     let mut region = [0; 4];
@@ -313,7 +315,7 @@ fn another_page_brings_nothing_of_the_one_before() {
     put(&guest.memory, OTHER, field::HOST_RIP.encoding() as u16, 0x5555);
     guest.memory.put(OTHER + at::CLEAN as u64, &ALL_CLEAN.to_le_bytes());
     guest.name(1, OTHER);
-    let dirty = guest.run(By::Vmresume);
+    let dirty = guest.run(EntryBy::Vmresume);
     assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555, "nothing is clean");
     assert!(dirty == Groups::ALL);
     guest.leave(&left());
@@ -324,10 +326,10 @@ fn another_page_brings_nothing_of_the_one_before() {
 #[test]
 fn a_page_on_two_vcpus_harms_neither() {
     let (mut first, mut second) = (Guest::new(), Guest::new());
-    first.run(By::Vmlaunch);
+    first.run(EntryBy::Vmlaunch);
     core::mem::swap(&mut first.memory, &mut second.memory);
     put(&second.memory, PAGE, field::HOST_RIP.encoding() as u16, 0x5555);
-    second.run(By::Vmlaunch);
+    second.run(EntryBy::Vmlaunch);
     core::mem::swap(&mut first.memory, &mut second.memory);
     first.leave(&left());
     assert_ne!(first.machine.vmcs12().get(field::HOST_RIP), 0x5555);
@@ -337,7 +339,7 @@ fn a_page_on_two_vcpus_harms_neither() {
 #[test]
 fn vmread_reads_the_page_and_vmwrite_has_no_vmcs() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     let read = |guest: &mut Guest, field: u64| {
         guest.execute(Instruction::Vmread { field, to: Place::Register(0) })
@@ -357,7 +359,7 @@ fn vmread_reads_the_page_and_vmwrite_has_no_vmcs() {
 #[test]
 fn vmclear_gives_the_page_up_and_writes_nothing() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     for page in [OTHER, PAGE] {
         let before = guest.memory.bytes.borrow()[page as usize..][..4096].to_vec();
@@ -367,11 +369,11 @@ fn vmclear_gives_the_page_up_and_writes_nothing() {
     }
     assert!(!guest.machine.is_enlightened());
     // VMPTRLD and VMXOFF do as well.
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     guest.pointer(|pointer| Instruction::Vmptrld { pointer }, REGION).unwrap();
     assert!(!guest.machine.is_enlightened() && guest.machine.current() == Some(Gpa(REGION)));
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     guest.execute(Instruction::Vmxoff).unwrap();
     assert!(!guest.machine.is_enlightened());
@@ -400,8 +402,8 @@ fn what_the_page_does_not_carry_is_not_offered() {
     let pin = v.pin() | PinControls::PREEMPTION_TIMER;
     v.set(field::PIN_CONTROLS, pin.bits());
     fill(&guest.memory, PAGE, &v);
-    assert_eq!(guest.load(By::Vmlaunch), Ok(Loaded::Page));
-    let entry = guest.machine.execute_entry(By::Vmlaunch, &CPU, &LIMITS, &guest.memory);
+    assert_eq!(guest.load(EntryBy::Vmlaunch), Ok(Loaded::Page));
+    let entry = guest.machine.execute_entry(EntryBy::Vmlaunch, &CPU, &LIMITS, &guest.memory);
     // The entry may be made again outside the loop: nothing is told until it is final.
     assert_eq!(get(&guest.memory, PAGE, 0x4400), 0);
     let fail = guest.machine.refuse_entry(entry.unwrap_err(), &guest.memory);
@@ -411,7 +413,7 @@ fn what_the_page_does_not_carry_is_not_offered() {
     let primary = v.primary() | ProcControls::SECONDARY;
     set!(v, PROC_CONTROLS = primary.bits(), PROC_CONTROLS2 = ProcControls2::SHADOW_VMCS.bits());
     fill(&guest.memory, PAGE, &v);
-    assert_eq!(guest.enter(By::Vmlaunch), Err(Fail::Valid(InstructionError::InvalidControls)));
+    assert_eq!(guest.enter(EntryBy::Vmlaunch), Err(Fail::Valid(InstructionError::InvalidControls)));
 }
 
 #[test]
@@ -420,7 +422,7 @@ fn a_failed_entry_is_told_in_the_page() {
     let mut v = good();
     set!(v, GUEST_RFLAGS = 0);
     fill(&guest.memory, PAGE, &v);
-    guest.enter(By::Vmlaunch).unwrap();
+    guest.enter(EntryBy::Vmlaunch).unwrap();
     let Entered::Failed(failure) = guest.machine.finish_entry(&LIMITS, &guest.memory) else {
         panic!("entered")
     };
@@ -433,15 +435,15 @@ fn a_failed_entry_is_told_in_the_page() {
 #[test]
 fn the_msr_bitmap_is_clean_only_if_l1_asked_for_that() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.leave(&left());
     for (control, clean, keeps) in [(0, ALL_CLEAN, false), (2, ALL_CLEAN, true), (2, !2, false)] {
         guest.memory.put(PAGE + at::CONTROL as u64, &u32::to_le_bytes(control));
         guest.memory.put(PAGE + at::CLEAN as u64, &u32::to_le_bytes(clean));
-        guest.load(By::Vmresume).unwrap();
+        guest.load(EntryBy::Vmresume).unwrap();
         assert_eq!(guest.machine.keeps_msr_bitmap(), keeps);
     }
-    guest.load(By::Vmlaunch).unwrap();
+    guest.load(EntryBy::Vmlaunch).unwrap();
     assert!(!guest.machine.keeps_msr_bitmap());
 }
 
@@ -451,7 +453,7 @@ fn a_flush_for_l2_needs_the_word_of_all() {
     let direct = |guest: &mut Guest, assist: u8, control: u32| {
         guest.memory.put(ASSIST_AT + 32, &[assist]);
         guest.memory.put(PAGE + at::CONTROL as u64, &control.to_le_bytes());
-        guest.load(By::Vmresume).unwrap();
+        guest.load(EntryBy::Vmresume).unwrap();
         guest.machine.told().unwrap().direct_flush
     };
     assert!(direct(&mut guest, 1, 1));
@@ -460,12 +462,12 @@ fn a_flush_for_l2_needs_the_word_of_all() {
     guest.machine.enlighten(true, true, false, Some(Gpa(ASSIST_AT)));
     assert!(!direct(&mut guest, 1, 1));
     guest.memory.put(PAGE + at::PARTITION_ASSIST as u64, &0xb000_u64.to_le_bytes());
-    guest.load(By::Vmresume).unwrap();
+    guest.load(EntryBy::Vmresume).unwrap();
     assert_eq!(guest.machine.wants_flush_told(&guest.memory), Some(false));
     guest.memory.put(0xb000, &[0, 0, 0, 1]);
     assert_eq!(guest.machine.wants_flush_told(&guest.memory), Some(true));
     guest.memory.put(PAGE + at::PARTITION_ASSIST as u64, &NOWHERE.to_le_bytes());
-    guest.load(By::Vmresume).unwrap();
+    guest.load(EntryBy::Vmresume).unwrap();
     assert_eq!(guest.machine.wants_flush_told(&guest.memory), None);
     guest.machine.tell_flush(&guest.memory);
     assert_eq!(get(&guest.memory, PAGE, 0x4402), 0x1000_0031);
@@ -484,7 +486,7 @@ fn restore(guest: &mut Guest, bytes: &[u8], enlightened: bool) -> Result<Restore
 fn a_saved_state_says_that_it_has_one_and_not_where() {
     for runs in [false, true] {
         let mut guest = Guest::new();
-        guest.run(By::Vmlaunch);
+        guest.run(EntryBy::Vmlaunch);
         if runs {
             guest.machine.save_running(&left(), &KNOWN);
         } else {
@@ -525,7 +527,7 @@ fn a_saved_state_says_that_it_has_one_and_not_where() {
 #[test]
 fn a_state_whose_page_is_not_there_has_none() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     guest.machine.save_running(&left(), &KNOWN);
     let mut bytes: Vec<u8> = std::vec![0; HEADER + IMAGE];
     saved::save(&guest.machine, None, &mut bytes).unwrap();
@@ -547,7 +549,7 @@ fn a_state_whose_page_is_not_there_has_none() {
 #[test]
 fn what_smm_has_put_aside_is_not_read_from_the_page_again() {
     let mut guest = Guest::new();
-    guest.run(By::Vmlaunch);
+    guest.run(EntryBy::Vmlaunch);
     let asked = guest.machine.vmcs12.get(field::PROC_CONTROLS2);
     guest.machine.save_running(&left(), &KNOWN);
     guest.machine.put_aside();

@@ -9,7 +9,7 @@ use crate::{Fail, GuestMemory, priority};
 
 /// The two instructions that enter L2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
+pub enum EntryBy {
     /// VMLAUNCH wants a VMCS that is clear, which becomes a launched one when the entry succeeds.
     Vmlaunch,
     /// VMRESUME wants a launched one.
@@ -20,7 +20,7 @@ pub enum By {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingEntry {
     /// The instruction that enters.
-    pub by: By,
+    pub by: EntryBy,
 }
 
 /// What became of an entry.
@@ -38,7 +38,7 @@ pub enum Entered {
 impl Machine {
     pub(super) fn enter(
         &mut self,
-        by: By,
+        by: EntryBy,
         cpu: &Cpu,
         limits: &Limits,
         memory: &impl GuestMemory,
@@ -54,11 +54,13 @@ impl Machine {
             return Err(Fail::Valid(InstructionError::EntryBlockedByMovSs));
         }
         match (by, self.vmcs12.is_launched()) {
-            (By::Vmlaunch, true) => return Err(Fail::Valid(InstructionError::VmlaunchNotClear)),
-            (By::Vmresume, false) => {
+            (EntryBy::Vmlaunch, true) => {
+                return Err(Fail::Valid(InstructionError::VmlaunchNotClear));
+            }
+            (EntryBy::Vmresume, false) => {
                 return Err(Fail::Valid(InstructionError::VmresumeNotLaunched));
             }
-            (By::Vmlaunch, false) | (By::Vmresume, true) => {}
+            (EntryBy::Vmlaunch, false) | (EntryBy::Vmresume, true) => {}
         }
         // Controls before the host state: the first that fails names the error, 7 or 8.
         self.check_controls(limits, memory)
@@ -168,7 +170,7 @@ impl Machine {
     /// L2's MSRs are loaded and the hardware's VMCS holds what the VMCS12 says: the entry has succeeded.
     pub fn entered(&mut self, entry: PendingEntry) {
         // Only now: a VMLAUNCH that fails leaves the VMCS clear.
-        self.launching = entry.by == By::Vmlaunch;
+        self.launching = entry.by == EntryBy::Vmlaunch;
         if self.launching {
             self.vmcs12.set_launched(true);
         }

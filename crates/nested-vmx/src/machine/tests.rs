@@ -199,7 +199,7 @@ fn entries_fail_in_the_manuals_order() {
     guest.write(0x4000, 0x1f).unwrap();
     assert_eq!(guest.run(Instruction::Vmlaunch), valid(InstructionError::InvalidHostState));
     guest.write(0x6c00, 0x8005_0033).unwrap();
-    let entry = Then::Enter(PendingEntry { by: By::Vmlaunch });
+    let entry = Then::Enter(PendingEntry { by: EntryBy::Vmlaunch });
     assert_eq!(guest.run(Instruction::Vmlaunch), Ok(entry));
     guest.write(0x681e, 1 << 50).unwrap();
     assert_eq!(guest.run(Instruction::Vmlaunch), Ok(entry));
@@ -483,7 +483,10 @@ fn vmfunc_switches_tables_or_exits() {
 fn flags_follow_the_result() {
     let before = Rflags::from_bits_retain(0x8d7);
     assert_eq!(Machine::rflags(&Ok(Then::Next), before), Some(Rflags::FIXED));
-    assert_eq!(Machine::rflags(&Ok(Then::Enter(PendingEntry { by: By::Vmlaunch })), before), None);
+    assert_eq!(
+        Machine::rflags(&Ok(Then::Enter(PendingEntry { by: EntryBy::Vmlaunch })), before),
+        None
+    );
     let invalid = Machine::rflags(&Err(Fail::Invalid), before);
     assert_eq!(invalid, Some(Rflags::FIXED | Rflags::CF));
     assert_eq!(Machine::rflags(&fault(Exception::ud()), before), None);

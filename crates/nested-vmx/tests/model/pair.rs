@@ -1,7 +1,7 @@
 //! The code and the model side by side: both take the same steps.
 
 use gannet_nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
-use gannet_nested_vmx::machine::{By, Cpu, Entered, Instruction, Then};
+use gannet_nested_vmx::machine::{Cpu, Entered, EntryBy, Instruction, Then};
 use gannet_nested_vmx::merge;
 use gannet_nested_vmx::{Fail, GuestMemory, Machine, Vmcs12};
 use x86::vmcs::{Group, Groups, field};
@@ -71,8 +71,8 @@ impl Pair {
     /// What an instruction does. An entry looks for an enlightened VMCS first.
     fn execute(&mut self, instruction: Instruction, cpu: &Cpu) -> Result<Then, Fail> {
         let by = match instruction {
-            Instruction::Vmlaunch => Some(By::Vmlaunch),
-            Instruction::Vmresume => Some(By::Vmresume),
+            Instruction::Vmlaunch => Some(EntryBy::Vmlaunch),
+            Instruction::Vmresume => Some(EntryBy::Vmresume),
             _ => None,
         };
         let m = &mut self.machine;
@@ -162,7 +162,7 @@ impl Pair {
                 assert_eq!(failure, None);
                 self.compose(dirty);
                 self.machine.entered(entry);
-                self.model.entered(entry.by == By::Vmlaunch);
+                self.model.entered(entry.by == EntryBy::Vmlaunch);
                 self.run(number);
             }
         }

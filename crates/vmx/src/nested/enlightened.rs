@@ -2,7 +2,7 @@
 
 use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX, Registers as _};
 use cpu::Cpu;
-use nested_vmx::machine::By;
+use nested_vmx::machine::EntryBy;
 use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
 use nested_vmx::{Fail, leave::Report};
 use x86::segment::attr;
@@ -38,7 +38,7 @@ impl<C: Cpu> Vmx<C> {
         match n.machine.wants_flush_told(&memory) {
             None => FlushTold::Nowhere,
             Some(true) if tell => {
-                // A placeholder: the reason that L1 reads is written behind the exit.
+                // Any reason will do here: the one that L1 reads is written behind the exit.
                 let report = Report::plain(ExitReason::EptMisconfiguration, 0);
                 let done = self.leave_l2(n, gprs, &report, &memory);
                 // Behind the exit has been written: the reason in the page is the last word.
@@ -56,7 +56,7 @@ impl<C: Cpu> Vmx<C> {
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        by: By,
+        by: EntryBy,
         memory: &Memory<'_, M>,
     ) -> Result<(), Executed> {
         // What the VMCS that may be given up has of L2.

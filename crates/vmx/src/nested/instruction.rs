@@ -4,7 +4,7 @@ use backend::{
     ControlRegisters, Executed, Gprs, L1Memory, RSP, Registers, SegmentName, WorldSwitch,
 };
 use cpu::Cpu;
-use nested_vmx::machine::{self, Address, By, Instruction, Place, Then};
+use nested_vmx::machine::{self, Address, EntryBy, Instruction, Place, Then};
 use nested_vmx::operand::{self, Context, Information};
 use nested_vmx::{Fail, Machine, checks::Limits};
 use x86::msr::debugctl;
@@ -21,10 +21,10 @@ const IS_REGISTER: u32 = 1 << 10;
 const LINEAR_BITS: (u32, u32) = (48, 57);
 
 /// The exit that an instruction which enters L2 has caused.
-pub(super) const fn reason_of(by: By) -> ExitReason {
+pub(super) const fn reason_of(by: EntryBy) -> ExitReason {
     match by {
-        By::Vmlaunch => ExitReason::Vmlaunch,
-        By::Vmresume => ExitReason::Vmresume,
+        EntryBy::Vmlaunch => ExitReason::Vmlaunch,
+        EntryBy::Vmresume => ExitReason::Vmresume,
     }
 }
 
@@ -205,8 +205,8 @@ impl<C: Cpu> Vmx<C> {
         }
         let memory = Memory::new(l1);
         match reason {
-            ExitReason::Vmresume => self.execute_entry(n, gprs, By::Vmresume, &memory),
-            ExitReason::Vmlaunch => self.execute_entry(n, gprs, By::Vmlaunch, &memory),
+            ExitReason::Vmresume => self.execute_entry(n, gprs, EntryBy::Vmresume, &memory),
+            ExitReason::Vmlaunch => self.execute_entry(n, gprs, EntryBy::Vmlaunch, &memory),
             _ => self.execute_other(n, gprs, reason, memory),
         }
     }
@@ -217,7 +217,7 @@ impl<C: Cpu> Vmx<C> {
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        by: By,
+        by: EntryBy,
         memory: &Memory<'_, M>,
     ) -> Executed {
         // One or the other: the hardware does not serve an L1 with an enlightened VMCS.

@@ -5,7 +5,7 @@ use backend::{
 };
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::machine::{By, PendingEntry};
+use nested_vmx::machine::{EntryBy, PendingEntry};
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use nested_vmx::{apic_page, virtual_interrupts};
@@ -145,7 +145,7 @@ impl<C: Cpu> Vmx<C> {
             }
         }
         // As behind an entry: vmcs02 is what VMCS12 says, and nothing is dirty.
-        n.machine.entered(PendingEntry { by: By::Vmresume });
+        n.machine.entered(PendingEntry { by: EntryBy::Vmresume });
         let v = n.machine.vmcs12();
         // The page may come later.
         // By the status alone: whoever delivers looks at the page.
