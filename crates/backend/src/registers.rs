@@ -26,6 +26,12 @@ pub enum ShadowBy {
 pub struct Gprs(pub [u64; 16]);
 
 impl Gprs {
+    /// The register of a number, of which the lowest four bits count.
+    #[inline(always)]
+    pub const fn get(&self, index: usize) -> u64 {
+        self.0[index & 15]
+    }
+
     /// EDX:EAX, where WRMSR and XSETBV have their value.
     #[inline]
     pub const fn edx_eax(&self) -> u64 {

@@ -12,7 +12,7 @@ use pv::hyperv::{Control, ENABLE, code, page, status};
 use vm::vcpus::MAX_VCPUS;
 use x86::{Cr0, Exception, apic::reg, msr as number};
 
-use crate::{Vcpu, run::outcome::Outcome, state::msrs::Refused};
+use crate::{Vcpu, exits::code::CodeState as _, run::outcome::Outcome, state::msrs::Refused};
 
 /// What a vCPU's guest and VMM have set.
 #[derive(Clone, Copy, Debug, Default)]
@@ -169,7 +169,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The control word of a hypercall that the code at RIP makes.
     fn hyperv_control(&self, long: bool) -> Control {
-        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
+        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.get(i));
         Control(if long { rcx } else { rdx << 32 | rax & 0xffff_ffff })
     }
 
@@ -194,7 +194,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.may_call_hyperv() {
             return Err(Exception::ud());
         }
-        let long = self.is_64bit_code();
+        let long = self.b.is_64bit_code();
         let answer = self.hyperv_control(long).answer();
         self.set_hyperv_answer(long, answer);
         Ok(())
@@ -210,7 +210,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         let next = self.slow_next_rip()?;
-        let long = self.is_64bit_code();
+        let long = self.b.is_64bit_code();
         let mut answer = self.hyperv_control(long).flushed();
         if answer & 0xffff == status::SUCCESS {
             self.vm.flush_remote();

@@ -27,7 +27,9 @@ use x86::{
 };
 use zerocopy::IntoBytes;
 
-use crate::{Vcpu, hyperv::HyperV, run::outcome::Next, state::msrs::Refused};
+use crate::{
+    Vcpu, exits::code::CodeState as _, hyperv::HyperV, run::outcome::Next, state::msrs::Refused,
+};
 
 /// A structure in guest memory.
 pub(crate) struct GuestPage<'a> {
@@ -304,9 +306,8 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline]
     fn decode_hypercall(&self) -> (Result<Hypercall, HypercallError>, bool) {
-        let long = self.is_64bit_code();
-        let [rax, rbx, rcx, rdx, rsi] =
-            [RAX, RBX, RCX, RDX, RSI].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
+        let long = self.b.is_64bit_code();
+        let [rax, rbx, rcx, rdx, rsi] = [RAX, RBX, RCX, RDX, RSI].map(|i| self.gprs.get(i));
         let regs = Registers { rax, rbx, rcx, rdx, rsi };
         let call = Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX);
         let allowed = match &call {
@@ -325,7 +326,7 @@ impl<B: Backend> Vcpu<B> {
         if self.calls_hyperv() {
             return self.answer_hyperv_call(s);
         }
-        let long = self.is_64bit_code();
+        let long = self.b.is_64bit_code();
         // The number alone, before anything is decoded: a call that nobody knows needs no operand.
         let number = self.gprs.0[RAX];
         if Hypercall::is_known(if long { number } else { u64::from(number as u32) }) {

@@ -143,6 +143,12 @@ impl VcpuShared {
         .with_timer()
     }
 
+    /// Whether an address is in the local APIC's page, enabled there or not.
+    #[inline]
+    pub fn is_apic_page(&self, address: u64) -> bool {
+        self.in_kernel_apic && address & !0xfff == self.lapic.base() & !0xfff
+    }
+
     /// Out of line: with its timer it is a second thing of that size on the stack.
     #[inline(never)]
     fn with_timer(self) -> Result<SharedVcpu, NoMemory> {

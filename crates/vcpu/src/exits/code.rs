@@ -3,6 +3,7 @@
 //! the VMM's mapping is.
 
 use backend::{Backend, SegmentName};
+use cpuid::GuestCpuid;
 use emulate::{CodeSize, DecodeCache, DecodeError, Decoded, Fetched, Stop};
 use host::{KBox, NoMemory};
 use mmu::fetch::CodeMode;
@@ -34,18 +35,19 @@ impl Code {
     }
 }
 
-impl<B: Backend> Vcpu<B> {
+/// What the registers say of the guest's code, and how that reaches memory.
+pub(crate) trait CodeState: Backend {
     /// Whether the code segment is a 64-bit one: nearly always, and asked of less than the whole size.
     #[inline(always)]
-    pub(crate) fn is_64bit_code(&self) -> bool {
-        self.b.efer().is_long() && self.b.code_attributes() & attr::L != 0
+    fn is_64bit_code(&self) -> bool {
+        self.efer().is_long() && self.code_attributes() & attr::L != 0
     }
 
     /// Operand and address size of the code segment.
     #[inline]
-    pub(crate) fn code_size(&self) -> CodeSize {
-        let cs = self.b.code_attributes();
-        if self.b.efer().is_long() && cs & attr::L != 0 {
+    fn code_size(&self) -> CodeSize {
+        let cs = self.code_attributes();
+        if self.efer().is_long() && cs & attr::L != 0 {
             CodeSize::Bits64
         } else if cs & attr::DB != 0 {
             // In real mode too: a segment stays what it was when CR0.PE is cleared.
@@ -57,37 +59,60 @@ impl<B: Backend> Vcpu<B> {
 
     /// Linear address of RIP.
     #[inline]
-    pub(crate) fn linear_rip(&self) -> u64 {
+    fn linear_rip(&self) -> u64 {
         self.linear_rip_in(self.code_size())
     }
 
+    /// Linear address of RIP in code of this size.
     #[inline(always)]
     fn linear_rip_in(&self, size: CodeSize) -> u64 {
-        let rip = self.b.rip();
+        let rip = self.rip();
         match size {
             CodeSize::Bits64 => rip,
             // Linear addresses have 32 bits outside of 64-bit mode, and wrap there.
-            _ => self.b.segment(SegmentName::Cs).base.wrapping_add(rip) & 0xffff_ffff,
+            _ => self.segment(SegmentName::Cs).base.wrapping_add(rip) & 0xffff_ffff,
         }
     }
 
-    /// RIP within the code segment's width.
+    /// `rip` within the code segment's width.
     #[inline(always)]
-    pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
+    fn wrap_rip(&self, rip: u64) -> u64 {
         if self.is_64bit_code() { rip } else { rip & 0xffff_ffff }
     }
 
     /// What a fetch is translated by.
     #[inline(always)]
     fn code_mode(&self) -> CodeMode {
-        let c = self.b.control();
-        CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, cpl: self.b.cpl() }
+        let c = self.control();
+        CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, cpl: self.cpl() }
     }
 
+    /// How the guest, which has this CPUID, addresses memory now.
+    #[inline]
+    fn paging_context(&self, cpuid: &GuestCpuid) -> PagingContext {
+        let c = self.control();
+        PagingContext {
+            cr0: c.cr0,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            efer: c.efer,
+            rflags_ac: self.rflags().contains(Rflags::AC),
+            cpl: self.cpl(),
+            pkru: self.pkru(),
+            maxphyaddr: cpuid.maxphyaddr(),
+            gbpages: cpuid.has(feature::GBPAGES),
+            amd: cpuid.vendor() == Vendor::Amd,
+        }
+    }
+}
+
+impl<B: Backend> CodeState for B {}
+
+impl<B: Backend> Vcpu<B> {
     /// The eight bytes at RIP, if the page they are in was fetched from before and they all lie in it.
     #[inline(always)]
     pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<u64> {
-        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let (rip, mode) = (self.b.linear_rip_in(size), self.b.code_mode());
         let view = self.mmu.memory.view(s);
         self.code.fetch.first_bytes(&mode, rip, &view)
     }
@@ -95,7 +120,7 @@ impl<B: Backend> Vcpu<B> {
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
     pub(crate) fn fetch_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<([u8; 16], u8)> {
-        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let (rip, mode) = (self.b.linear_rip_in(size), self.b.code_mode());
         let view = self.mmu.memory.view(s);
         let code = match self.code.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
@@ -104,7 +129,7 @@ impl<B: Backend> Vcpu<B> {
                 if self.mmu.l1_tables().is_some() {
                     return None;
                 }
-                let context = self.paging();
+                let context = self.b.paging_context(&self.cpuid);
                 self.code.fetch.fetch(&context, rip, &view)?
             }
         };
@@ -116,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
     /// instruction of few bytes.
     #[inline(never)]
     pub(crate) fn decode_next_rip(&mut self, s: Section<'_>) -> Option<u64> {
-        let size = self.code_size();
+        let size = self.b.code_size();
         if let Some(code) = self.known_code(s, size)
             && let Some(length) = emulate::common_length(code, size)
         {
@@ -128,34 +153,16 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn decode_next_rip_of_any(&mut self, s: Section<'_>) -> Option<u64> {
-        let size = self.code_size();
+        let size = self.b.code_size();
         let (bytes, len) = self.fetch_here(s, size)?;
         let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
         Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
     }
 
-    /// How the guest addresses memory now.
-    #[inline]
-    pub(crate) fn paging(&self) -> PagingContext {
-        let c = self.b.control();
-        PagingContext {
-            cr0: c.cr0,
-            cr3: c.cr3,
-            cr4: c.cr4,
-            efer: c.efer,
-            rflags_ac: self.b.rflags().contains(Rflags::AC),
-            cpl: self.b.cpl(),
-            pkru: self.b.pkru(),
-            maxphyaddr: self.cpuid.maxphyaddr(),
-            gbpages: self.cpuid.has(feature::GBPAGES),
-            amd: self.cpuid.vendor() == Vendor::Amd,
-        }
-    }
-
     /// The decoded instruction at RIP without sleeping.
     #[inline]
     pub(crate) fn decode_here(&mut self, s: Section<'_>) -> Option<Decoded> {
-        let size = self.code_size();
+        let size = self.b.code_size();
         let assisted = self.b.insn_bytes();
         // Decode assists are the bytes that the CPU executed; what lies at RIP may be another instruction by now.
         let fetched = if assisted.is_empty() {
@@ -173,7 +180,7 @@ impl<B: Backend> Vcpu<B> {
     /// Reads the bytes at RIP through the guest's page tables, for who looks at bytes and not at an
     /// instruction; may sleep. The number of bytes: fewer than 15 when the next page cannot be fetched.
     pub(crate) fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
-        let (rip, mut done) = (self.linear_rip(), 0);
+        let (rip, mut done) = (self.b.linear_rip(), 0);
         while done < bytes.len() {
             let at = Gva(rip.wrapping_add(done as u64));
             let gpa = match self.translate(at, walk::Access::FETCH) {
@@ -201,7 +208,7 @@ impl<B: Backend> Vcpu<B> {
     /// looked at only if the instruction goes on there: a refusal of that page is the instruction's then.
     #[inline(never)]
     pub(crate) fn slow_decode(&mut self) -> Outcome<(Fetched, Decoded)> {
-        let (size, rip) = (self.code_size(), self.linear_rip());
+        let (size, rip) = (self.b.code_size(), self.b.linear_rip());
         let (mut bytes, mut len) = ([0; 15], 0);
         loop {
             let at = Gva(rip.wrapping_add(len as u64));
@@ -254,14 +261,14 @@ impl<B: Backend> Vcpu<B> {
             return Ok(rip);
         }
         let (_, decoded) = self.slow_decode()?;
-        Ok(self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len()))))
+        Ok(self.b.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len()))))
     }
 
     pub(crate) fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
         if let Some(tables) = self.mmu.l1_tables() {
             return self.translate_of_l2(&tables, at, access);
         }
-        let context = self.paging();
+        let context = self.b.paging_context(&self.cpuid);
         match translate(&*self.mmu.memory, &context, at.0, access) {
             Ok(t) => Ok(t.gpa),
             Err(WalkError::Fault(e)) => Err(Stop::Fault(e)),

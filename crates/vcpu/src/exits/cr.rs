@@ -9,7 +9,12 @@ use msr::By;
 use x86::{Cr0, Cr4, Efer, Exception};
 
 use crate::{
-    Vcpu, exits::code::wrap, paging::pdptes::is_pae, run::events::Outer, run::outcome::Next,
+    Vcpu,
+    exits::code::{CodeState as _, wrap},
+    paging::Mmu,
+    paging::pdptes::is_pae,
+    run::events::Outer,
+    run::outcome::Next,
 };
 
 /// Whether a write of CR4 empties the TLB, global translations too: a change of PSE, PAE, PGE or
@@ -20,14 +25,40 @@ fn flushes(old: Cr4, new: Cr4) -> bool {
         || (changed & new).contains(Cr4::SMEP)
 }
 
+/// What MOV from control register `cr` reads.
+pub(crate) fn read_cr(b: &impl Backend, cr: u8) -> Result<u64, Exception> {
+    let c = b.control();
+    Ok(match cr {
+        0 => c.cr0.bits(),
+        2 => c.cr2,
+        3 => c.cr3,
+        4 => c.cr4.bits(),
+        8 => b.cr8().into(),
+        _ => return Err(Exception::ud()),
+    })
+}
+
+impl Mmu {
+    /// Sets EFER to what the guest has written in place of `old`.
+    #[inline(always)]
+    fn put_efer(&mut self, b: &mut impl Backend, new: Efer, old: Efer) {
+        // LMA is read-only for the guest.
+        let new = (new - Efer::LMA) | (old & Efer::LMA);
+        // No flush: translations that were made without NXE have no NX, and those with it forbid
+        // no less than the reserved bit would.
+        b.set_efer(new);
+        self.note_role(b);
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
     pub(crate) fn answer_cr(&mut self, s: Section<'_>, access: CrAccess) -> Next {
         // The exit tells the instruction that was executed. What lies at RIP by now may be another.
         if let (Some(gpr), Some(next)) = (access.gpr, self.b.next_rip()) {
-            return self.access_cr(s, access, gpr, next, Self::is_64bit_code);
+            return self.access_cr(s, access, gpr, next, |v| v.b.is_64bit_code());
         }
-        let size = self.code_size();
+        let size = self.b.code_size();
         if let Some(code) = self.known_code(s, size)
             && let Some(insn) = emulate::common_system_move(code, size)
         {
@@ -84,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
     ) -> Next {
         let CrAccess { cr, write, .. } = access;
         let done = if write {
-            let value = self.gpr(gpr);
+            let value = self.gprs.get(gpr.into());
             let long = is_long(self);
             let value = if long { value } else { value & 0xffff_ffff };
             // PDPTEs are read from guest memory, which may have to be waited for: found out before anything was
@@ -112,28 +143,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
-        let value = self.read_cr_value(cr)?;
+        let value = read_cr(&self.b, cr)?;
         if let Some(slot) = self.gprs.0.get_mut(usize::from(gpr & 15)) {
             *slot = value;
         }
         Ok(())
-    }
-
-    /// MOV from a control register.
-    pub(crate) fn read_cr_value(&mut self, cr: u8) -> Result<u64, Exception> {
-        let c = self.b.control();
-        Ok(match cr {
-            0 => c.cr0.bits(),
-            2 => c.cr2,
-            3 => c.cr3,
-            4 => c.cr4.bits(),
-            8 => self.b.cr8().into(),
-            _ => return Err(Exception::ud()),
-        })
-    }
-
-    fn gpr(&self, index: u8) -> u64 {
-        self.gprs.0.get(usize::from(index & 15)).copied().unwrap_or(0)
     }
 
     /// MOV to a control register by the guest.
@@ -193,7 +207,7 @@ impl<B: Backend> Vcpu<B> {
         if !pg && was_pg {
             // 64-bit code cannot turn paging off, and PCIDs mean nothing without (SDM vol. 2B, MOV to control
             // registers).
-            if efer.is_long() && self.is_64bit_code() || cr4.contains(Cr4::PCIDE) {
+            if efer.is_long() && self.b.is_64bit_code() || cr4.contains(Cr4::PCIDE) {
                 return Err(Exception::gp(0));
             }
             self.b.set_efer(efer - Efer::LMA);
@@ -299,7 +313,7 @@ impl<B: Backend> Vcpu<B> {
         if changed.intersects(Efer::LME | Efer::SVME) {
             return self.switch_mode(new, old, by);
         }
-        self.put_efer(new, old);
+        self.mmu.put_efer(&mut self.b, new, old);
         Ok(())
     }
 
@@ -312,22 +326,12 @@ impl<B: Backend> Vcpu<B> {
         if by == By::Guest && changed.contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
             return Err(Exception::gp(0));
         }
-        self.put_efer(new, old);
+        self.mmu.put_efer(&mut self.b, new, old);
         if changed.contains(Efer::SVME) {
             // Without SVM there is no GIF to hold events back.
             self.follow_gate();
         }
         Ok(())
-    }
-
-    #[inline(always)]
-    fn put_efer(&mut self, new: Efer, old: Efer) {
-        // LMA is read-only for the guest.
-        let new = (new - Efer::LMA) | (old & Efer::LMA);
-        // No flush: translations that were made without NXE have no NX, and those with it forbid
-        // no less than the reserved bit would.
-        self.b.set_efer(new);
-        self.mmu.note_role(&self.b);
     }
 
     /// Answers XSETBV inside the loop.

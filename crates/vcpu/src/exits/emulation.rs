@@ -30,6 +30,7 @@ use x86::{Dr6, Exception, Rflags};
 use super::device::user_io::Completion;
 use crate::{
     Vcpu,
+    exits::code::CodeState as _,
     run::events::Outer,
     run::outcome::{Break, Outcome},
     run::user_exit::{ERROR_EMULATION, ErrorData},
@@ -93,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn emulate_again(&mut self) -> Outcome {
         let decoded = match self.device.user_io.log.begun() {
             // The width too: a VMM that sets CS makes another instruction of the same bytes.
-            Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.code_size() => {
+            Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.b.code_size() => {
                 self.code.decode.get(fetched)
             }
             _ => {
@@ -222,6 +223,6 @@ impl<B: Backend> Vcpu<B> {
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let raw = self.b.exit_raw();
         let data = ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw);
-        self.internal_error(ERROR_EMULATION, data)
+        self.rare.internal_error(ERROR_EMULATION, data)
     }
 }

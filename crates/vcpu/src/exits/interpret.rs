@@ -14,6 +14,7 @@ use x86::{Cr0, Cr4, Direction, Exception};
 
 use crate::{
     Vcpu,
+    exits::code::CodeState as _,
     run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData},
 };
@@ -21,6 +22,11 @@ use crate::{
 /// Instructions executed before somebody else has a look.
 const MOST: u32 = 64;
 const NMI: u8 = 2;
+
+/// Whether the guest is in protected mode.
+fn is_protected(b: &impl Backend) -> bool {
+    b.cr0().contains(Cr0::PE)
+}
 
 impl<B: Backend> Vcpu<B> {
     /// Executes the guest in software until the CPU may be able to, or something else waits.
@@ -43,16 +49,12 @@ impl<B: Backend> Vcpu<B> {
                 || task::work_pending()
                 || (self.interrupts_open() && self.interrupt_may_wait());
             // The CPU may be able to go on: only an entry tells.
-            if waits || self.is_protected() {
+            if waits || is_protected(&self.b) {
                 break;
             }
         }
         self.pending.raise();
         Ok(())
-    }
-
-    fn is_protected(&self) -> bool {
-        self.b.cr0().contains(Cr0::PE)
     }
 
     fn interrupt_may_wait(&self) -> bool {
@@ -70,7 +72,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(true);
         }
         // The table of real mode is of no use in protected mode.
-        if self.is_protected() || !self.interrupts_open() {
+        if is_protected(&self.b) || !self.interrupts_open() {
             return Ok(false);
         }
         // The hardware was given it for an entry that did not take place.
@@ -92,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
             Event::Exception(exception) => exception.vector.0,
             Event::Nmi => NMI,
         };
-        if self.is_protected() {
+        if is_protected(&self.b) {
             return self.wait_for_valid_state(event);
         }
         match emulate::deliver(self, vector) {
@@ -138,7 +140,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn delivery_failed(&mut self) -> crate::run::outcome::Break {
         let data = ErrorData::new(&self.b.exit_raw());
-        self.internal_error(ERROR_DELIVERY, data)
+        self.rare.internal_error(ERROR_DELIVERY, data)
     }
 
     /// Executes the instruction at RIP.
@@ -150,15 +152,11 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn cr4_has(&self, bits: Cr4) -> bool {
-        self.b.cr4().contains(bits)
-    }
-
     /// Whether an instruction is #GP outside of CPL 0.
     fn is_privileged(&self, what: Outside) -> bool {
         match what {
             Outside::Cpuid => self.msrs.cpuid_faults,
-            Outside::Rdtsc => self.cr4_has(Cr4::TSD),
+            Outside::Rdtsc => self.b.cr4().contains(Cr4::TSD),
             // RSM is #UD outside of its mode, and asks for no privilege in it.
             Outside::Hypercall | Outside::Undefined | Outside::Pause | Outside::Rsm => false,
             Outside::Rdmsr | Outside::Wrmsr | Outside::Hlt | Outside::Nothing | Outside::Xsetbv => {
@@ -169,7 +167,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Instructions that exit elsewhere.
     fn execute_outside(&mut self, what: Outside, decoded: &Decoded) -> Outcome {
-        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        let next = self.b.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         if self.b.cpl() != 0 && self.is_privileged(what) {
             self.raise(Exception::gp(0));
             return Ok(());

@@ -13,7 +13,7 @@ use x86::{
 };
 
 use super::device::{DeviceAccess, padded};
-use crate::Vcpu;
+use crate::{Vcpu, exits::code::CodeState as _, exits::cr::read_cr, paging::Mmu};
 
 /// Accesses that the processor makes for itself, with supervisor's rights.
 const SYSTEM_READ: walk::Access = walk::Access { implicit: true, ..walk::Access::READ };
@@ -56,14 +56,16 @@ fn fill(into: &mut [u8], data: &[u8]) {
     }
 }
 
-impl<B: Backend> Vcpu<B> {
+impl Mmu {
     /// Whether a frame is RAM that the guest may read, or write.
-    fn is_memory(&self, gpa: Gpa, way: Direction) -> bool {
+    pub(crate) fn is_memory(&self, gpa: Gpa, way: Direction) -> bool {
         // At each access: a slot may go or come between two accesses of one instruction.
-        let slots = self.mmu.memory.slots();
+        let slots = self.memory.slots();
         slots.find(gpa.gfn()).is_some_and(|s| way == Direction::Read || !s.is_readonly())
     }
+}
 
+impl<B: Backend> Vcpu<B> {
     /// An access to a device that was not answered before: by the kernel's devices, else user space is to
     /// be asked. What was read.
     fn device(&mut self, mut access: DeviceAccess) -> Result<[u8; 8], Stop> {
@@ -77,7 +79,7 @@ impl<B: Backend> Vcpu<B> {
 
 impl<B: Backend> Machine for Vcpu<B> {
     fn gpr(&self, index: usize) -> u64 {
-        self.gprs.0.get(index & 15).copied().unwrap_or(0)
+        self.gprs.get(index)
     }
 
     fn set_gpr(&mut self, index: usize, value: u64) {
@@ -100,7 +102,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn code_size(&self) -> CodeSize {
-        Vcpu::code_size(self)
+        self.b.code_size()
     }
 
     fn cpl(&self) -> u8 {
@@ -120,7 +122,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         let access = DeviceAccess::load(gpa, into.len() as u8);
         let data = match self.device.user_io.log.next(&access) {
             Some(answer) => answer,
-            None if self.is_memory(gpa, Direction::Read) => {
+            None if self.mmu.is_memory(gpa, Direction::Read) => {
                 return self.mmu.memory.read(gpa, into).map_err(memory_stop);
             }
             None => self.device(access)?,
@@ -135,7 +137,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
             return Ok(());
         }
-        if self.is_memory(gpa, Direction::Write) {
+        if self.mmu.is_memory(gpa, Direction::Write) {
             return self.mmu.memory.write(gpa, data).map_err(memory_stop);
         }
         // A run of a string was for memory, which is gone from there: its elements are stored one by one.
@@ -152,7 +154,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
             return Ok(true);
         }
-        if !self.is_memory(gpa, Direction::Write) {
+        if !self.mmu.is_memory(gpa, Direction::Write) {
             // A device has no old value to compare with. As on stock KVM the exchange is a store.
             return self.device(store.ok_or(Stop::Unsupported)?).map(|_| true);
         }
@@ -167,7 +169,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn is_writable_ram(&mut self, at: Gva, _len: usize) -> Result<bool, Stop> {
         let gpa = self.translate(at, walk::Access::WRITE)?;
-        Ok(self.is_memory(gpa, Direction::Write))
+        Ok(self.mmu.is_memory(gpa, Direction::Write))
     }
 
     fn steps(&self) -> bool {
@@ -203,7 +205,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_READ)?;
-        if !self.is_memory(gpa, Direction::Read) {
+        if !self.mmu.is_memory(gpa, Direction::Read) {
             return Err(Stop::Unsupported);
         }
         self.mmu.memory.read(gpa, into).map_err(memory_stop)
@@ -211,7 +213,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_WRITE)?;
-        if !self.is_memory(gpa, Direction::Write) {
+        if !self.mmu.is_memory(gpa, Direction::Write) {
             return Err(Stop::Unsupported);
         }
         self.mmu.memory.write(gpa, data).map_err(memory_stop)
@@ -219,7 +221,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_WRITE)?;
-        if self.is_memory(gpa, Direction::Write) { Ok(()) } else { Err(Stop::Unsupported) }
+        if self.mmu.is_memory(gpa, Direction::Write) { Ok(()) } else { Err(Stop::Unsupported) }
     }
 
     fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
@@ -291,7 +293,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn read_cr(&mut self, n: u8) -> Result<u64, Stop> {
-        self.read_cr_value(n).map_err(Stop::Fault)
+        read_cr(&self.b, n).map_err(Stop::Fault)
     }
 
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {

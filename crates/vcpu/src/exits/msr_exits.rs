@@ -8,7 +8,7 @@ use x86::{Direction, Directions, Exception};
 
 use super::device::user_io::Completion;
 use crate::{
-    Vcpu,
+    Rare, Vcpu,
     run::outcome::{Next, Outcome},
     run::user_exit::UserExit,
 };
@@ -23,6 +23,24 @@ mod reason {
     pub const FILTER: u32 = 4;
 }
 
+impl Rare {
+    /// Makes the hardware follow the filter: after what the guest's CPUID allows it.
+    pub(crate) fn apply_msr_filter(&self, b: &mut impl Backend) {
+        let filter = self.msr_filter.as_deref();
+        b.set_msr_filter(|index| match filter {
+            Some(filter) => filter.denied(index),
+            None => Directions::empty(),
+        });
+    }
+
+    /// Whether there is a filter, and it denies an access.
+    #[cold]
+    #[inline(never)]
+    fn filter_denies(&self, index: u32, direction: Direction) -> bool {
+        self.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, direction))
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// The VM's filter changed.
     #[cold]
@@ -31,28 +49,13 @@ impl<B: Backend> Vcpu<B> {
         let filter = self.vm.msr_filter();
         self.msrs.filtered = filter.is_some();
         self.rare.msr_filter = filter;
-        self.apply_msr_filter();
-    }
-
-    /// Makes the hardware follow the filter: after what the guest's CPUID allows it.
-    pub(crate) fn apply_msr_filter(&mut self) {
-        let filter = self.rare.msr_filter.as_deref();
-        self.b.set_msr_filter(|index| match filter {
-            Some(filter) => filter.denied(index),
-            None => Directions::empty(),
-        });
+        self.rare.apply_msr_filter(&mut self.b);
     }
 
     /// Whether the filter denies an access.
     #[inline]
     pub(crate) fn msr_denied(&self, index: u32, direction: Direction) -> bool {
-        self.msrs.filtered && self.filter_denies(index, direction)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn filter_denies(&self, index: u32, direction: Direction) -> bool {
-        self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, direction))
+        self.msrs.filtered && self.rare.filter_denies(index, direction)
     }
 
     /// An access inside the loop is refused: #GP, unless the VMM wants to hear of it.

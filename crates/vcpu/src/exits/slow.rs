@@ -11,6 +11,7 @@ use x86::{Cr0, Dr6, Exception, Gva, Rflags, cpuid::feature};
 
 use crate::{
     Vcpu,
+    exits::code::CodeState as _,
     run::outcome::Outcome,
     run::user_exit::{ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
     state::debug::guestdbg,
@@ -21,6 +22,24 @@ const BP: u8 = 3;
 const UD: u8 = 6;
 const GP: u8 = 13;
 const AC: u8 = 17;
+
+/// Whether the guest asked for #AC: the access need not have been a split lock then.
+fn checks_alignment(b: &impl Backend) -> bool {
+    b.cpl() == 3 && b.cr0().contains(Cr0::AM) && b.rflags().contains(Rflags::AC)
+}
+
+/// A locked access at `rip` of two cache lines, of which this host makes a fault. It is none of the guest's:
+/// the kernel warns and slows the task down, after which the access is done again, or it sends the
+/// task a signal.
+#[cold]
+#[inline(never)]
+fn split_lock(rip: u64, e: Exception) -> Outcome {
+    if host::hostcpu::guest_split_lock(rip) {
+        return Ok(());
+    }
+    let (vector, error_code) = (e.vector.0.into(), e.error_code.unwrap_or(0));
+    Err(UserExit::Exception { vector, error_code }.into())
+}
 
 impl<B: Backend> Vcpu<B> {
     /// CPUID, whose length could not be had inside the loop.
@@ -60,7 +79,7 @@ impl<B: Backend> Vcpu<B> {
     /// An access of a debug register while the VMM debugs the guest.
     pub(crate) fn slow_debug_reg(&mut self, access: DrAccess) -> Outcome {
         if let Some(dr7) = self.rare.debug.general_detect(&self.b, access.dr) {
-            let (pc, dr6) = (self.linear_rip(), Dr6::ACTIVE_LOW | Dr6::BD);
+            let (pc, dr6) = (self.b.linear_rip(), Dr6::ACTIVE_LOW | Dr6::BD);
             return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
         }
         if self.rare.debug.borrows_regs() {
@@ -99,7 +118,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn unexpected_exit(&mut self) -> Outcome {
         // Never tried again in silence: the guest would stand still and the CPU spin, without a trace.
         let data = ErrorData::new(&self.b.exit_raw());
-        Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
+        Err(self.rare.internal_error(ERROR_UNEXPECTED_EXIT, data))
     }
 
     /// Retires the current instruction without doing anything.
@@ -142,7 +161,7 @@ impl<B: Backend> Vcpu<B> {
         match e.vector.0 {
             DB => debugs(guestdbg::SINGLESTEP | guestdbg::USE_HW_BP),
             BP => debugs(guestdbg::USE_SW_BP),
-            AC => !self.checks_alignment() && host::hostcpu::detects_split_locks(),
+            AC => !checks_alignment(&self.b) && host::hostcpu::detects_split_locks(),
             _ => false,
         }
     }
@@ -163,7 +182,7 @@ impl<B: Backend> Vcpu<B> {
                 if is_for_us {
                     // User space hears of it and not the guest: no entry may deliver it once more.
                     self.b.pass_debug(bits);
-                    let pc = self.linear_rip();
+                    let pc = self.b.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
                 }
@@ -172,10 +191,10 @@ impl<B: Backend> Vcpu<B> {
             }
             UD => self.invalid_opcode(),
             GP if self.is_for_instruction() => self.virtualization_behind_fault(),
-            AC if is_for_us => self.split_lock(e),
+            AC if is_for_us => split_lock(self.b.rip(), e),
             BP if is_for_us => {
                 let [.., dr6, dr7] = self.b.debug_regs();
-                let pc = self.linear_rip();
+                let pc = self.b.linear_rip();
                 Err(UserExit::Debug { exception: 3, pc, dr6, dr7 }.into())
             }
             _ => {
@@ -183,24 +202,6 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
         }
-    }
-
-    /// Whether the guest asked for #AC: the access need not have been a split lock then.
-    fn checks_alignment(&self) -> bool {
-        self.b.cpl() == 3 && self.b.cr0().contains(Cr0::AM) && self.b.rflags().contains(Rflags::AC)
-    }
-
-    /// A locked access of two cache lines, of which this host makes a fault. It is none of the guest's:
-    /// the kernel warns and slows the task down, after which the access is done again, or it sends the
-    /// task a signal.
-    #[cold]
-    #[inline(never)]
-    fn split_lock(&mut self, e: Exception) -> Outcome {
-        if host::hostcpu::guest_split_lock(self.b.rip()) {
-            return Ok(());
-        }
-        let (vector, error_code) = (e.vector.0.into(), e.error_code.unwrap_or(0));
-        Err(UserExit::Exception { vector, error_code }.into())
     }
 
     /// #UD. A guest that took this host for the other vendor's makes its hypercalls with that one's
@@ -217,7 +218,7 @@ impl<B: Backend> Vcpu<B> {
         let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);
         // Without the quirk the other vendor's instruction is #UD, as on hardware.
         let hypercall = hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN);
-        let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
+        let next = self.b.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
         // A guest's guest makes its hypercalls to its own hypervisor.
         if self.pending.after_exit.is_nested() {
             if !(hypercall && self.gives_hypercall_to_l1(next)) {
@@ -241,7 +242,7 @@ impl<B: Backend> Vcpu<B> {
     /// Makes the hypercall at RIP this CPU's own, as stock KVM does. Code that the guest may not write stays as it is, and
     /// so does what stands there in place of the `old` byte by now.
     fn rewrite_hypercall(&mut self, old: u8) {
-        let last = self.wrap_rip(self.linear_rip().wrapping_add(2));
+        let last = self.b.wrap_rip(self.b.linear_rip().wrapping_add(2));
         if let Ok(gpa) = self.translate(Gva(last), walk::Access::WRITE) {
             let mut now = [0];
             if self.mmu.memory.read(gpa, &mut now).is_ok() && now == [old] {

@@ -60,7 +60,7 @@ impl<B: Backend> Vcpu<B> {
             Err(_) => {
                 let raw = self.b.exit_raw();
                 let data = ErrorData::emulation(self.b.insn_bytes(), &raw);
-                return Err(self.internal_error(ERROR_EMULATION, data));
+                return Err(self.rare.internal_error(ERROR_EMULATION, data));
             }
         }
         Ok(())

@@ -33,6 +33,7 @@ use x86::{
 use super::memory::{Mapped, Whole};
 use crate::{
     Vcpu,
+    exits::{code::CodeState as _, device::page_offset},
     run::{
         events::Outer,
         outcome::{Break, Next, Outcome},
@@ -401,7 +402,7 @@ impl<B: Backend> Vcpu<B> {
     fn serve_apic_access(&mut self, access: ApicAccess) -> Outcome<bool> {
         let Some(decoded) = self.decode_or_refuse()? else { return Ok(false) };
         let Some((plain, store)) = self.plain_word(access, &decoded) else { return Ok(false) };
-        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        let next = self.b.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         let done = self.across_levels(|v| {
             let l1 = Whole::new(&v.mmu.memory, None);
             let nested = v.b.nested_mut()?;
@@ -422,7 +423,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// What lies at RIP. `None`: nothing that can be decoded, though it came to an access.
     fn decode_or_refuse(&mut self) -> Outcome<Option<Decoded>> {
-        let size = self.code_size();
+        let size = self.b.code_size();
         let mut bytes = [0; 15];
         let len = match self.read_code(&mut bytes) {
             Ok(len) => len,
@@ -444,15 +445,15 @@ impl<B: Backend> Vcpu<B> {
         let store = match simple {
             SimpleMmio::Load { size: 4, .. } => None,
             SimpleMmio::StoreReg { size: 4, src } => {
-                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                let whole = self.gprs.get(src.index.into());
                 Some(src.extract(whole) as u32)
             }
             SimpleMmio::StoreImm { size: 4, value } => Some(value as u32),
             _ => return None,
         };
         // Else a segment's base is part of the address, which the fault does not tell.
-        let fits = self.is_64bit_code()
-            && self.page_offset(decoded) == access.offset
+        let fits = self.b.is_64bit_code()
+            && page_offset(&self.b, &self.gprs, decoded) == access.offset
             && store.is_some() == access.write;
         fits.then_some((simple, store))
     }
@@ -498,7 +499,7 @@ impl<B: Backend> Vcpu<B> {
         at: Gva,
         access: walk::Access,
     ) -> Result<Gpa, Stop> {
-        let context = self.paging();
+        let context = self.b.paging_context(&self.cpuid);
         match translate_linear(&*self.mmu.memory, tables, &context, at.0, access) {
             Ok(found) => Ok(found.gpa),
             Err(LinearError::L2(exception)) => Err(Stop::Fault(exception)),

@@ -12,7 +12,7 @@ use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
 use super::memory::{Mapped, Whole};
 use crate::{
     Vcpu,
-    exits::table::stays,
+    exits::{code::CodeState as _, table::stays},
     run::{
         events::Outer,
         outcome::{Break, Next, Outcome},
@@ -100,7 +100,7 @@ impl<B: Backend> Vcpu<B> {
         self.map_missed();
         let Some(nested) = self.b.nested() else { return Ok(()) };
         // The operand is translated for the level that executes, by its registers of before.
-        let paging = nested.has_memory_operand().then(|| self.paging());
+        let paging = nested.has_memory_operand().then(|| self.b.paging_context(&self.cpuid));
         let feature_control = self.msrs.store.feature_control();
         // From VMXON on the hardware serves L1's local APIC no longer.
         self.gather_interrupts();
@@ -133,7 +133,7 @@ impl<B: Backend> Vcpu<B> {
     /// there.
     #[cold]
     pub(crate) fn no_block(&mut self) -> Break {
-        self.internal_error(ERROR_EMULATION, ErrorData::default())
+        self.rare.internal_error(ERROR_EMULATION, ErrorData::default())
     }
 
     /// Maps a page that the loop has looked for in vain and that L1 itself may never touch: else each entry came here, as

@@ -17,6 +17,7 @@ use x86::Direction;
 
 use crate::{
     RunInput, UserExit, Vcpu,
+    exits::code::CodeState as _,
     exits::device::{Device, padded, pio::mask, user_io::Completion},
     exits::table::reason_of,
     run::events::Outer,
@@ -101,7 +102,7 @@ fn make_room(stats: &VcpuStats, watch: Observed) {
 
 /// What was loaded or stored by a plain access, of which the registers are `now` the result.
 fn tell_simple(before: &Before, now: &Gprs, gpa: u64) {
-    let of = |gprs: &Gprs, index: u8| gprs.0.get(usize::from(index & 15)).copied().unwrap_or(0);
+    let of = |gprs: &Gprs, index: u8| gprs.get(index.into());
     let (kind, size, value) = match before.simple {
         Some(SimpleMmio::Load { size, dest, .. }) => (Mmio::Read, size, of(now, dest.index)),
         Some(SimpleMmio::StoreReg { size, src }) => {
@@ -125,6 +126,14 @@ fn tell_user_answer(device: &Device, watch: Observed, asked: Asked, mmio_data: [
             trace::mmio(Mmio::Read, data.len(), gpa, u64::from_le_bytes(padded(data)));
         }
         _ => {}
+    }
+}
+
+/// A device in the kernel, or user space before, has answered an access in memory.
+#[inline]
+pub(crate) fn tell_mmio(kind: Mmio, gpa: u64, data: &[u8]) {
+    if trace::observed().mmio() {
+        trace::mmio(kind, data.len(), gpa, u64::from_le_bytes(padded(data)));
     }
 }
 
@@ -249,10 +258,8 @@ impl<B: Backend> Vcpu<B> {
     /// What was asked for, and what became of it. `inside`: in the inner loop.
     fn tell_answer(&mut self, before: &Before, inside: bool) {
         let watch = self.observation.watch;
-        let [rax, rbx, rcx, rdx, rsi] =
-            [RAX, RBX, RCX, RDX, RSI].map(|i| before.gprs.0.get(i).copied().unwrap_or(0));
-        let [eax, ebx, ecx, edx] =
-            [RAX, RBX, RCX, RDX].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
+        let [rax, rbx, rcx, rdx, rsi] = [RAX, RBX, RCX, RDX, RSI].map(|i| before.gprs.get(i));
+        let [eax, ebx, ecx, edx] = [RAX, RBX, RCX, RDX].map(|i| self.gprs.get(i));
         // A fault leaves RIP where it is.
         let faulted = self.b.rip() == before.rip;
         match before.exit {
@@ -297,7 +304,7 @@ impl<B: Backend> Vcpu<B> {
     /// The instruction at RIP, if it is a plain load or store. Not by way of what the loop itself
     /// calls, which is compiled into the loop because nobody else does.
     fn simple_access(&mut self, s: Section<'_>) -> Option<SimpleMmio> {
-        let size = self.code_size();
+        let size = self.b.code_size();
         let (bytes, len) = self.fetch_here(s, size)?;
         let fetched = Fetched::new(bytes.get(..usize::from(len))?, size);
         self.code.decode.get(fetched).ok()?.simple_mmio()
@@ -338,14 +345,6 @@ impl<B: Backend> Vcpu<B> {
                 trace::mmio(Mmio::Write, len.into(), gpa, u64::from_le_bytes(data));
             }
             _ => {}
-        }
-    }
-
-    /// A device in the kernel, or user space before, has answered an access in memory.
-    #[inline]
-    pub(crate) fn tell_mmio(&self, kind: Mmio, gpa: u64, data: &[u8]) {
-        if trace::observed().mmio() {
-            trace::mmio(kind, data.len(), gpa, u64::from_le_bytes(padded(data)));
         }
     }
 }

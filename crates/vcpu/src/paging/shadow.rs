@@ -33,7 +33,10 @@ use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 
 use super::Mmu;
 use super::pdptes::Pdptes;
-use crate::{Vcpu, run::outcome::Next, run::outcome::Outcome, run::user_exit::UserExit};
+use crate::{
+    Vcpu, exits::code::CodeState as _, run::outcome::Next, run::outcome::Outcome,
+    run::user_exit::UserExit,
+};
 
 /// What the shadow tables are asked for before the next entry.
 mod work {
@@ -138,7 +141,8 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         let switches = todo & work::SWITCH != 0;
-        let context = if switches { self.paging() } else { PagingContext::default() };
+        let context =
+            if switches { self.b.paging_context(&self.cpuid) } else { PagingContext::default() };
         let space = self.smm.space();
         let Self { b, mmu, .. } = self;
         let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
@@ -170,7 +174,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does the work outside the loop.
     pub(crate) fn shadow_work(&mut self) -> Result<(), NoMemory> {
-        let (context, space) = (self.paging(), self.smm.space());
+        let (context, space) = (self.b.paging_context(&self.cpuid), self.smm.space());
         if self.mmu.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
             self.reload_pdptes(&context);
         }
@@ -230,7 +234,7 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault inside the loop.
     #[inline]
     pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
-        let context = self.paging();
+        let context = self.b.paging_context(&self.cpuid);
         let mmu = &mut self.mmu;
         // Under TDP a #PF is the guest's own and does not exit.
         let Some((shadow, memory, _)) = mmu.shadowed() else { return Next::Leave };
@@ -266,7 +270,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A page fault outside the loop.
     pub(crate) fn page_fault(&mut self, fault: PageFault) -> Outcome {
-        let context = self.paging();
+        let context = self.b.paging_context(&self.cpuid);
         let Self { vm, shared, mmu, .. } = self;
         let Some((shadow, memory, tables)) = mmu.shadowed() else {
             return Ok(());
@@ -334,18 +338,18 @@ impl<B: Backend> Vcpu<B> {
         let (at, next) = match (address, self.b.next_rip()) {
             (Some(at), Some(next)) => (at.0, next),
             _ => {
-                let size = self.code_size();
+                let size = self.b.code_size();
                 let Some((bytes, len)) = self.fetch_here(s, size) else { return Next::Leave };
                 let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
                 let Some(insn) = emulate::invlpg(bytes, size) else { return Next::Leave };
                 let rip = self.b.rip();
-                let gpr = |n: usize| self.gprs.0.get(n & 15).copied().unwrap_or(0);
-                let next = self.wrap_rip(rip.wrapping_add(u64::from(insn.length)));
+                let gpr = |n: usize| self.gprs.get(n);
+                let next = self.b.wrap_rip(rip.wrapping_add(u64::from(insn.length)));
                 (insn.address(gpr, rip), next)
             }
         };
         // INVLPG of any other address does nothing (SDM vol. 2A, INVLPG).
-        if self.paging().is_canonical(at) && !self.invlpg_in_loop(s, at) {
+        if self.b.paging_context(&self.cpuid).is_canonical(at) && !self.invlpg_in_loop(s, at) {
             self.mmu.want(work::FLUSH);
         }
         self.retire(next);
@@ -367,7 +371,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// INVLPG outside the loop.
     pub(crate) fn flush_page(&mut self, at: Gva) {
-        if self.paging().is_canonical(at.0) {
+        if self.b.paging_context(&self.cpuid).is_canonical(at.0) {
             let Self { b, shared, mmu, .. } = self;
             let Some((shadow, memory, _)) = mmu.shadowed() else { return };
             memory.shadow_invlpg(shared, &mut shadow.roots, at.0);
@@ -380,7 +384,9 @@ impl<B: Backend> Vcpu<B> {
         let c = self.b.control();
         let tagged = c.cr4.contains(Cr4::PCIDE);
         // SDM vol. 2A, INVPCID: a PCID is #GP while CR4.PCIDE is clear.
-        if (kind < 2 && pcid != 0 && !tagged) || (kind == 0 && !self.paging().is_canonical(at.0)) {
+        if (kind < 2 && pcid != 0 && !tagged)
+            || (kind == 0 && !self.b.paging_context(&self.cpuid).is_canonical(at.0))
+        {
             return Err(Exception::gp(0));
         }
         let current = if tagged { c.cr3 & 0xfff } else { 0 };

@@ -21,7 +21,8 @@ use vm::{
 use x86::{Reset, Rflags};
 
 use crate::{
-    Vcpu,
+    Rare, Vcpu,
+    exits::code::CodeState as _,
     run::events::Outer,
     run::outcome::{Break, Left, Other, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
@@ -97,6 +98,16 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
         if how == Blocked::Slept {
             stats.count(VcpuCount::HaltWakeup);
         }
+    }
+}
+
+impl Rare {
+    /// What KVM_RUN returns for an error of this kind; `data` is what accompanies it.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn internal_error(&mut self, suberror: u32, data: ErrorData) -> Break {
+        self.error = data;
+        UserExit::InternalError { suberror }.into()
     }
 }
 
@@ -186,13 +197,6 @@ impl<B: Backend> Vcpu<B> {
     /// What accompanies the last [`UserExit::InternalError`].
     pub fn error_data(&self) -> &ErrorData {
         &self.rare.error
-    }
-
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn internal_error(&mut self, suberror: u32, data: ErrorData) -> Break {
-        self.rare.error = data;
-        UserExit::InternalError { suberror }.into()
     }
 
     /// Whether the 8259A is ours.
@@ -358,7 +362,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if self.events.outer.take(Outer::STEPPED) {
             let [.., dr7] = self.b.debug_regs();
-            let pc = self.linear_rip();
+            let pc = self.b.linear_rip();
             // DR6.BS with the bits that are always set.
             return Err(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 }.into());
         }

@@ -105,7 +105,7 @@ impl<B: Backend> Vcpu<B> {
         self.set_apic_features();
         // `set_limits` has opened what the filter closes.
         if self.msrs.filtered {
-            self.apply_msr_filter();
+            self.rare.apply_msr_filter(&mut self.b);
         }
         self.follow_enlightenment();
         // The timer may have lost its deadline mode.

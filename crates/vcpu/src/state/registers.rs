@@ -11,7 +11,7 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, run::events::Outer, state::smm::SavedSmi};
+use crate::{Vcpu, exits::code::CodeState as _, run::events::Outer, state::smm::SavedSmi};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -450,7 +450,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
-        let context = self.paging();
+        let context = self.b.paging_context(&self.cpuid);
         if let Some(tables) = self.mmu.l1_tables() {
             return self.probe_of_l2(&tables, &context, linear);
         }

@@ -13,7 +13,7 @@ use vm::{irq::Space, settings::quirk};
 use x86::Direction;
 
 use super::{DeviceAccess, PlainAccess};
-use crate::{Vcpu, run::outcome::Next};
+use crate::{Vcpu, exits::code::CodeState as _, observe::tell_mmio, run::outcome::Next};
 
 /// The timer's current count, the one register whose value needs the time.
 const TIMER_CURRENT: u32 = 0x390;
@@ -33,7 +33,7 @@ impl<B: Backend> Vcpu<B> {
         let offset = (fault.gpa.0 & 0xfff) as u32;
         // The fault names the first byte that faulted, which is not the access's first when that
         // began in another page. The segments that matter here are the loop's only in 64-bit mode.
-        if offset > 0xffc || !self.is_64bit_code() || u32::from(at) != offset {
+        if offset > 0xffc || !self.b.is_64bit_code() || u32::from(at) != offset {
             return Next::Leave;
         }
         match simple {
@@ -137,14 +137,14 @@ impl<B: Backend> Vcpu<B> {
     /// Whether a device in the kernel may take an access to memory: a few loads.
     #[inline(always)]
     pub(crate) fn may_be_kernel_memory(&self, fault: TdpFault) -> bool {
-        self.is_apic_page(fault.gpa.0)
+        self.shared.is_apic_page(fault.gpa.0)
             || self.vm.irq().has_address(fault.gpa.0, Direction::write_if(fault.write))
     }
 
     #[inline]
     fn kernel_memory(&mut self, access: &mut DeviceAccess) -> bool {
         let DeviceAccess { address, size, direction, .. } = *access;
-        let apic = self.is_apic_page(address);
+        let apic = self.shared.is_apic_page(address);
         let Some(data) = access.data.get_mut(..usize::from(size)) else { return false };
         let done = apic && self.apic_page_access(address, direction, data)
             || match direction {
@@ -155,9 +155,9 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         match direction {
-            Direction::Read => self.tell_mmio(Mmio::Read, address, data),
+            Direction::Read => tell_mmio(Mmio::Read, address, data),
             Direction::Write => {
-                self.tell_mmio(Mmio::Write, address, data);
+                tell_mmio(Mmio::Write, address, data);
                 self.pending.raise();
             }
         }
@@ -187,12 +187,6 @@ impl<B: Backend> Vcpu<B> {
         // The 8259A's output may have risen.
         self.pending.raise_if(self.vm.irq().extint_pending());
         true
-    }
-
-    /// Whether an address is in the local APIC's page, enabled there or not.
-    #[inline]
-    fn is_apic_page(&self, address: u64) -> bool {
-        self.shared.in_kernel_apic && address & !0xfff == self.shared.lapic.base() & !0xfff
     }
 
     /// An access to that page. Where the APIC does not answer, for it is disabled or in x2APIC mode, loads

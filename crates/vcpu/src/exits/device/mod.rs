@@ -24,7 +24,7 @@ mod kernel;
 pub(crate) mod pio;
 pub mod user_io;
 
-use backend::{Backend, Level, Nested, TdpFault};
+use backend::{Backend, Gprs, Level, Nested, TdpFault};
 use emulate::{Cause, Decoded, Fetched, SimpleMmio};
 use host::gup::fault_in;
 use mmu::Section;
@@ -37,6 +37,7 @@ use x86::{Cr0, Direction, Efer, Exception, Gfn, Gpa};
 
 use crate::{
     Vcpu,
+    exits::code::CodeState as _,
     run::events::Outer,
     run::outcome::{Break, Next, Outcome},
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
@@ -128,6 +129,30 @@ impl PlainAccess {
     fn is_of(&self, fault: TdpFault) -> bool {
         self.access.address == fault.gpa.0 && self.access.is_store() == fault.write
     }
+}
+
+/// Whether VMLOAD or VMSAVE can have named the block at `gpa`: what the CPU asks before it looks at the operand (APM vol.
+/// 3, VMLOAD), and RAX.
+fn may_name_block(b: &impl Backend, gprs: &Gprs, gpa: Gpa) -> bool {
+    let c = b.control();
+    let [rax, ..] = gprs.0;
+    c.efer.contains(Efer::SVME)
+        && c.cr0.contains(Cr0::PE)
+        && b.cpl() == 0
+        && Gpa(rax).gfn() == gpa.gfn()
+}
+
+/// Whether a fault can be one on the operand of an instruction of SVM's: L1's.
+fn is_operand_of_l1(b: &impl Backend, fault: TdpFault) -> bool {
+    let is_l1 = b.nested().is_some_and(|nested| nested.level() == Level::L1);
+    is_l1 && !fault.fetch
+}
+
+/// Offset in its page of the memory operand. FS and GS bases are not in the control block while
+/// the loop runs, but bases are page-aligned or the check fails, which is safe.
+#[inline(always)]
+pub(crate) fn page_offset(b: &impl Backend, gprs: &Gprs, decoded: &Decoded) -> u16 {
+    decoded.page_offset(|i| gprs.get(i), b.rip(), |_| 0)
 }
 
 /// Whether a fault tells of its instruction all that a plain access is known by.
@@ -236,7 +261,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
-        let at = self.page_offset(&decoded);
+        let at = page_offset(&self.b, &self.gprs, &decoded);
         let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
         if apic {
             self.answer_apic(s, fault, simple, at, next)
@@ -256,13 +281,13 @@ impl<B: Backend> Vcpu<B> {
         next: u64,
     ) -> Option<PlainAccess> {
         // Eight bytes from there may lie in two pages, and of the second one the fault says nothing.
-        if at > 0xff8 || u64::from(at) != fault.gpa.0 & 0xfff || !self.is_64bit_code() {
+        if at > 0xff8 || u64::from(at) != fault.gpa.0 & 0xfff || !self.b.is_64bit_code() {
             return None;
         }
         let access = match simple {
             SimpleMmio::Load { size, .. } => DeviceAccess::load(fault.gpa, size),
             SimpleMmio::StoreReg { size, src } => {
-                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                let whole = self.gprs.get(src.index.into());
                 DeviceAccess::store(fault.gpa, size, src.extract(whole).to_le_bytes())
             }
             SimpleMmio::StoreImm { size, value } => {
@@ -321,7 +346,7 @@ impl<B: Backend> Vcpu<B> {
         self.device.seen.page = fault.gpa.gfn();
         if !self.device.seen.access.as_ref().is_some_and(|plain| plain.is_of(fault)) {
             let (fetched, decoded) = self.slow_decode()?;
-            let at = self.page_offset(&decoded);
+            let at = page_offset(&self.b, &self.gprs, &decoded);
             // Not cut to 32 bits: a plain access is one of 64-bit code.
             let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
             let simple = decoded.simple_mmio().filter(|_| tells_access(fault));
@@ -365,14 +390,14 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn delivery_met_device(&mut self, gpa: Gpa) -> Break {
         let (code, [info1, info2], ..) = self.b.exit_record();
         let cpu = host::smp::cpu_id() as u64;
-        self.internal_error(ERROR_DELIVERY, ErrorData::new(&[info2, code, info1, gpa.0, cpu]))
+        self.rare.internal_error(ERROR_DELIVERY, ErrorData::new(&[info2, code, info1, gpa.0, cpu]))
     }
 
     /// An access to a device by an instruction that is no plain load or store, or cannot be told to be one.
     #[inline(never)]
     fn emulate_access(&mut self, fault: TdpFault, fetched: Fetched, decoded: &Decoded) -> Outcome {
-        if decoded.moves_control_block() && self.is_operand_of_l1(fault) {
-            if self.may_name_block(fault.gpa) {
+        if decoded.moves_control_block() && is_operand_of_l1(&self.b, fault) {
+            if may_name_block(&self.b, &self.gprs, fault.gpa) {
                 // As where the backend carries it out: there is no block.
                 return Err(self.no_block());
             }
@@ -386,23 +411,6 @@ impl<B: Backend> Vcpu<B> {
         self.emulate_decoded(cause, fetched, decoded)
     }
 
-    /// Whether VMLOAD or VMSAVE can have named the block at `gpa`: what the CPU asks before it looks at the operand (APM vol.
-    /// 3, VMLOAD), and RAX.
-    fn may_name_block(&self, gpa: Gpa) -> bool {
-        let c = self.b.control();
-        let [rax, ..] = self.gprs.0;
-        c.efer.contains(Efer::SVME)
-            && c.cr0.contains(Cr0::PE)
-            && self.b.cpl() == 0
-            && Gpa(rax).gfn() == gpa.gfn()
-    }
-
-    /// Whether a fault can be one on the operand of an instruction of SVM's: L1's.
-    fn is_operand_of_l1(&self, fault: TdpFault) -> bool {
-        let is_l1 = self.b.nested().is_some_and(|nested| nested.level() == Level::L1);
-        is_l1 && !fault.fetch
-    }
-
     /// The answer to a simple load.
     pub(crate) fn finish_load(&mut self, simple: SimpleMmio, data: [u8; 8], next: u64) {
         if let SimpleMmio::Load { dest, .. } = simple
@@ -412,12 +420,5 @@ impl<B: Backend> Vcpu<B> {
             *slot = loaded;
         }
         self.retire(next);
-    }
-
-    /// Offset in its page of the memory operand. FS and GS bases are not in the control block while
-    /// the loop runs, but bases are page-aligned or the check fails, which is safe.
-    #[inline(always)]
-    pub(crate) fn page_offset(&self, decoded: &Decoded) -> u16 {
-        decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
     }
 }
