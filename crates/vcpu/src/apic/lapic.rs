@@ -2,14 +2,48 @@
 //! here. Its timer: [`crate::time`].
 
 use backend::Backend;
-use irqchip::{IrqMessage, Trigger, lapic::LapicEffect};
+use irqchip::{Trigger, lapic::LapicEffect};
 use vm::{
+    VmRef,
     irq::{Ended, Irqchip, Owing},
     vcpu_shared::Request,
 };
 use x86::Vector;
 
-use crate::{Vcpu, run::events::Outer, run::outcome::Next};
+use crate::{
+    Vcpu,
+    run::{
+        events::{Events, Outer},
+        outcome::Next,
+        pending::Pending,
+    },
+};
+
+impl Events {
+    /// Irqfds may wait to hear of an end of interrupt that this vCPU's guest has made: it tells them before
+    /// it enters the guest again, sleeps or returns to user space.
+    #[inline]
+    pub(crate) fn note_owing(&mut self, pending: &mut Pending, owing: Owing) {
+        if owing.any() {
+            self.owe(pending);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn owe(&mut self, pending: &mut Pending) {
+        self.outer.set(Outer::OWING, true);
+        pending.raise();
+    }
+
+    /// Tells the irqfds that wait for an end of interrupt that it has come.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tell_resamplers(&mut self, vm: &VmRef) {
+        self.outer.set(Outer::OWING, false);
+        vm.irq().signal_owed();
+    }
+}
 
 impl<B: Backend> Vcpu<B> {
     /// Follows a register write inside the loop.
@@ -59,7 +93,9 @@ impl<B: Backend> Vcpu<B> {
             LapicEffect::SelfIpi(vector) => {
                 let _ = self.shared.lapic.accept_fixed(vector, Trigger::Edge);
             }
-            LapicEffect::SendIpi(message) => self.send_ipi(&message),
+            LapicEffect::SendIpi(message) => {
+                self.vm.irq().send_ipi(&self.shared, &message);
+            }
             LapicEffect::TimerChanged(change) => self.timer_changed(change),
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
                 // A disabled APIC has no timer: what the guest was promised in its page is to be taken back.
@@ -73,37 +109,13 @@ impl<B: Backend> Vcpu<B> {
 
     fn has_ended(&mut self, vector: Vector) {
         match self.vm.irq().eoi(&self.shared, vector) {
-            Ended::Here(owing) => self.note_owing(owing),
+            Ended::Here(owing) => self.events.note_owing(&mut self.pending, owing),
             // One place is enough: KVM_RUN returns for it before the guest can end another one.
             Ended::ForVmm => {
                 self.rare.ended = vector;
                 self.events.outer.set(Outer::EOI, true);
             }
         }
-    }
-
-    /// Irqfds may wait to hear of an end of interrupt that this vCPU's guest has made: it tells them before
-    /// it enters the guest again, sleeps or returns to user space.
-    #[inline]
-    pub(crate) fn note_owing(&mut self, owing: Owing) {
-        if owing.any() {
-            self.owe();
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn owe(&mut self) {
-        self.events.outer.set(Outer::OWING, true);
-        self.pending.raise();
-    }
-
-    /// Tells the irqfds that wait for an end of interrupt that it has come.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn tell_resamplers(&mut self) {
-        self.events.outer.set(Outer::OWING, false);
-        self.vm.irq().signal_owed();
     }
 
     /// Other interrupts than before may be addressed to the local APIC.
@@ -123,10 +135,5 @@ impl<B: Backend> Vcpu<B> {
             self.gather_interrupts();
             self.vm.irq().follow_routes(&self.shared);
         }
-    }
-
-    /// Delivers an IPI.
-    pub(crate) fn send_ipi(&mut self, message: &IrqMessage) {
-        self.vm.irq().send_ipi(&self.shared, message);
     }
 }

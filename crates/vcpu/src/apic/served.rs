@@ -5,12 +5,16 @@
 //! it over again, if it still can be.
 
 use backend::{Backend, ServedApic};
-use irqchip::lapic::{ICR_MSR, LapicMode};
+use irqchip::lapic::{ICR_MSR, Lapic, LapicMode};
 use x86::{Vector, apic::reg};
 
+use super::{apic_is_served, stop_serving_apic};
 use crate::{
     Vcpu,
-    run::{events::KernelCalls, outcome::Next},
+    run::{
+        events::{KernelCalls, offer_nothing},
+        outcome::Next,
+    },
 };
 
 /// Registers that the guest reads without an exit and that only its writes change, or nothing.
@@ -33,18 +37,23 @@ const X2APIC_EOI: u32 = 0x80b;
 const X2APIC_SVR: u32 = 0x80f;
 const X2APIC_SELF_IPI: u32 = 0x83f;
 
-impl<B: Backend> Vcpu<B> {
-    /// Whether the hardware has the APIC's interrupts.
-    #[inline(always)]
-    pub(crate) fn apic_is_served(&self) -> bool {
-        self.b.served_apic().is_some_and(ServedApic::is_serving)
+/// Shows a register in the page, if the guest reads it there.
+#[inline(never)]
+fn show_register(b: &mut impl Backend, lapic: &Lapic, offset: u32) {
+    if SHOWN.contains(&offset) {
+        let value = lapic.read(offset, || 0);
+        if let Some(apic) = b.served_apic_mut() {
+            apic.show(offset, value);
+        }
     }
+}
 
+impl<B: Backend> Vcpu<B> {
     /// Before the local APIC's interrupts are looked at or changed: it has them all, and the
     /// priority of now.
     #[inline]
     pub(crate) fn gather_interrupts(&mut self) {
-        if self.apic_is_served() {
+        if apic_is_served(&self.b) {
             self.take_apic_back();
         } else {
             self.sync_priority();
@@ -72,7 +81,7 @@ impl<B: Backend> Vcpu<B> {
         const IRR_END: u32 = 0x827;
         let concerned = matches!(index, X2APIC_TPR | X2APIC_PPR | ISR..=ISR_END | IRR..=IRR_END);
         // The others do not lie with the CPU, and to take back copies two sets of 256 bits.
-        if !self.apic_is_served() || concerned {
+        if !apic_is_served(&self.b) || concerned {
             self.gather_interrupts();
         }
     }
@@ -80,7 +89,7 @@ impl<B: Backend> Vcpu<B> {
     /// Before the register of an MSR is written.
     #[inline]
     pub(crate) fn before_x2apic_write(&mut self, index: u32) {
-        if !self.apic_is_served() {
+        if !apic_is_served(&self.b) {
             self.sync_priority();
         } else if matches!(index, X2APIC_TPR | X2APIC_EOI | X2APIC_SVR) {
             // The write changes what the CPU has, or whether it may serve. Others, as ICR, leave that alone.
@@ -91,18 +100,8 @@ impl<B: Backend> Vcpu<B> {
     /// After a WRMSR of an x2APIC register: shows it in the page that a CPU reads which serves the APIC.
     #[inline]
     pub(crate) fn after_x2apic_write(&mut self, index: u32) {
-        if self.apic_is_served() && index != ICR_MSR {
-            self.show_register((index & 0xff) << 4);
-        }
-    }
-
-    #[inline(never)]
-    fn show_register(&mut self, offset: u32) {
-        if SHOWN.contains(&offset) {
-            let value = self.shared.lapic.read(offset, || 0);
-            if let Some(apic) = self.b.served_apic_mut() {
-                apic.show(offset, value);
-            }
+        if apic_is_served(&self.b) && index != ICR_MSR {
+            show_register(&mut self.b, &self.shared.lapic, (index & 0xff) << 4);
         }
     }
 
@@ -118,24 +117,16 @@ impl<B: Backend> Vcpu<B> {
         if possible {
             self.serve_apic();
         } else {
-            self.stop_serving_apic();
+            stop_serving_apic(&mut self.b);
         }
         possible
-    }
-
-    /// The hardware serves the APIC no longer; it does not have the state.
-    #[inline]
-    pub(crate) fn stop_serving_apic(&mut self) {
-        if let Some(apic) = self.b.served_apic_mut() {
-            apic.stop();
-        }
     }
 
     #[inline(never)]
     fn serve_apic(&mut self) {
         // What was offered goes over with the IRR.
-        self.put_back_offer();
-        self.offer_nothing();
+        self.pending.put_back_offer(&self.shared);
+        offer_nothing(&mut self.b);
         let Some(apic) = self.b.served_apic_mut() else { return };
         // Drained first, `reported` read then: a sender says that an end is waited for before it requests.
         let lapic = &self.shared.lapic;
@@ -170,13 +161,6 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_interrupt_window(true);
         }
         true
-    }
-
-    /// Whether the APIC that is served has an interrupt that its priority lets through.
-    #[inline]
-    pub(crate) fn served_interrupt_waits(&self) -> bool {
-        let more = self.shared.lapic.highest_requested();
-        self.b.served_apic().is_some_and(|apic| apic.interrupt_waits(more))
     }
 
     /// The hardware has ended an interrupt whose end is reported.

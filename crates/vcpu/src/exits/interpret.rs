@@ -15,6 +15,7 @@ use x86::{Cr0, Cr4, Direction, Exception};
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
+    run::events::{interrupts_open, offer_nothing},
     run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData},
 };
@@ -47,7 +48,7 @@ impl<B: Backend> Vcpu<B> {
                 || self.shared.has_requests()
                 || self.shared.mp_state() != MpState::Runnable
                 || task::work_pending()
-                || (self.interrupts_open() && self.interrupt_may_wait());
+                || (interrupts_open(&self.b) && self.interrupt_may_wait());
             // The CPU may be able to go on: only an entry tells.
             if waits || is_protected(&self.b) {
                 break;
@@ -72,12 +73,12 @@ impl<B: Backend> Vcpu<B> {
             return Ok(true);
         }
         // The table of real mode is of no use in protected mode.
-        if is_protected(&self.b) || !self.interrupts_open() {
+        if is_protected(&self.b) || !interrupts_open(&self.b) {
             return Ok(false);
         }
         // The hardware was given it for an entry that did not take place.
         let Some(vector) = self.pending.after_exit.take_offered() else { return Ok(false) };
-        self.offer_nothing();
+        offer_nothing(&mut self.b);
         self.stats.count(stats::VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.set_isr(vector);

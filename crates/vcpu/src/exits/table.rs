@@ -34,6 +34,7 @@ use x86::{Direction, Exception};
 
 use crate::{
     Vcpu,
+    run::inner::{answer_debug_reg, answer_interrupt_window, answer_nmi_window},
     run::outcome::{Left, Next, Outcome},
 };
 
@@ -190,17 +191,17 @@ exits! { (v, s)
         CacheFlush      = CacheFlush:      v.answer_nothing(s),           v.skip();
         Invlpg(at)      = Invlpg:          v.answer_invlpg(s, at),        v.emulate_here(Cause::Invlpg);
         Xsetbv          = Xsetbv:          v.answer_xsetbv(s),            v.slow_instruction(Self::do_xsetbv);
-        InterruptWindow = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
-        PriorityLowered = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
-        DebugReg(access) = DebugReg:       v.answer_debug_reg(),          v.slow_debug_reg(*access);
+        InterruptWindow = InterruptWindow stays: answer_interrupt_window(&mut v.b, &mut v.pending), Ok(());
+        PriorityLowered = InterruptWindow stays: answer_interrupt_window(&mut v.b, &mut v.pending), Ok(());
+        DebugReg(access) = DebugReg:       answer_debug_reg(&mut v.b, &v.rare.debug), v.slow_debug_reg(*access);
         Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
         Undefined       = Undefined stays: v.answer_by(Exception::ud()),  Ok(());
         Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
         Rdpmc           = Rdpmc stays:     v.answer_by(Exception::gp(0)), Ok(());
         Eoi(vector)     = Eoi stays:       v.answer_eoi(vector),          Ok(());
         IllegalSelfIpi  = ApicWrite stays: v.answer_illegal_self_ipi(),   Ok(());
-        Iret            = Iret stays:      v.answer_nmi_window(),         Ok(());
-        NmiWindow       = Iret stays:      v.answer_nmi_window(),         Ok(());
+        Iret            = Iret stays:      answer_nmi_window(&mut v.b, &mut v.pending), Ok(());
+        NmiWindow       = Iret stays:      answer_nmi_window(&mut v.b, &mut v.pending), Ok(());
     }
     outside {
         Exception(e)    = Exception:       v.exception(*e);

@@ -72,7 +72,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         // With a PIC of the VMM's KVM_RUN has to return: only the VMM has the vector.
-        if self.awaits_window() && self.ready_for_injection() {
+        if self.pending.awaits_window(&self.shared) && self.ready_for_injection() {
             // KVM_RUN returns for it.
             self.pending.raise();
             return false;
@@ -94,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
         let gate = self.gate_of(Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
-            let waits = self.awaits_window() || self.interrupt_waits_for_l1();
+            let waits = self.pending.awaits_window(&self.shared) || self.interrupt_waits_for_l1();
             // Only where something waits: the window costs an exit.
             if gate == Gate::Window && waits {
                 self.b.set_interrupt_window(true);
@@ -215,7 +215,7 @@ impl<B: Backend> Vcpu<B> {
     /// L1's to use.
     fn inject_into_l2(&mut self, kernel: KernelCalls) -> bool {
         if !self.interrupt_waits_for_l1() {
-            if self.awaits_window() {
+            if self.pending.awaits_window(&self.shared) {
                 self.b.set_interrupt_window(true);
             }
             return true;

@@ -7,7 +7,7 @@ use backend::{Backend, Nested, NestedState, Unrestorable};
 use x86::cpuid::feature;
 
 use super::memory::Whole;
-use crate::{Vcpu, paging::pdptes::is_pae, run::events::Outer};
+use crate::{Vcpu, apic::stop_serving_apic, paging::pdptes::is_pae, run::events::Outer};
 
 impl<B: Backend> Vcpu<B> {
     /// Bytes that the nested state has now. `None`: the vCPU has none, for its guest may be no hypervisor.
@@ -41,7 +41,7 @@ impl<B: Backend> Vcpu<B> {
         // Before `stop_serving_apic`, which would leave the requests with the hardware.
         self.gather_interrupts();
         if self.b.served_apic().is_some() {
-            self.stop_serving_apic();
+            stop_serving_apic(&mut self.b);
         }
         // The registers that user space has set belong to the level that the state names.
         self.leave_l2_with_its_registers();

@@ -12,6 +12,7 @@ use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
 use super::memory::{Mapped, Whole};
 use crate::{
     Vcpu,
+    apic::stop_serving_apic,
     exits::{code::CodeState as _, table::stays},
     run::{
         events::Outer,
@@ -105,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
         // From VMXON on the hardware serves L1's local APIC no longer.
         self.gather_interrupts();
         if self.b.served_apic().is_some() {
-            self.stop_serving_apic();
+            stop_serving_apic(&mut self.b);
         }
         let tables = self.mmu.l1_tables();
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
@@ -457,7 +458,7 @@ impl<B: Backend> Vcpu<B> {
     /// What follows from the level that runs, but for what follows from the control block by itself.
     fn follow_level(&mut self) {
         // What L1's block had of it is gone.
-        self.put_back_offer();
+        self.pending.put_back_offer(&self.shared);
         self.follow_gate();
         self.follow_l1_tables();
         self.cpuid_inputs_changed();

@@ -34,8 +34,8 @@ use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 use super::Mmu;
 use super::pdptes::Pdptes;
 use crate::{
-    Vcpu, exits::code::CodeState as _, run::outcome::Next, run::outcome::Outcome,
-    run::user_exit::UserExit,
+    Vcpu, apic::apic_is_served, exits::code::CodeState as _, run::outcome::Next,
+    run::outcome::Outcome, run::user_exit::UserExit,
 };
 
 /// What the shadow tables are asked for before the next entry.
@@ -315,7 +315,7 @@ impl<B: Backend> Vcpu<B> {
                     self.events.external = Some(vector);
                 } else {
                     // What is in service may lie with the hardware.
-                    if self.apic_is_served() {
+                    if apic_is_served(&self.b) {
                         self.gather_interrupts();
                     }
                     // The vector may be the PIC's, which has none in service here.

@@ -27,11 +27,17 @@
 //! What the outer loop has to do with the guest stopped is in [`Outer`], a bit each.
 
 use backend::{Backend, Chosen, Event, Gate, Nested, NmiWindow, Waiting};
+use irqchip::lapic::Lapic;
 use mmu::Section;
 use stats::VcpuCount;
+use vm::vcpu_shared::VcpuShared;
 use x86::{Exception, Rflags, Vector};
 
-use crate::{Vcpu, run::outcome::Next};
+use crate::{
+    Vcpu,
+    apic::{apic_is_served, served_interrupt_waits, stop_serving_apic},
+    run::outcome::Next,
+};
 
 /// What waits for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -184,6 +190,65 @@ pub fn combine(first: u8, second: u8) -> Combined {
     if double { Combined::Double } else { Combined::Second }
 }
 
+impl Events {
+    /// Whether nothing goes before an interrupt of a VMM with its own PIC, beside what the guest masks.
+    #[inline(always)]
+    pub(crate) fn has_room_for_external(&self, shared: &VcpuShared) -> bool {
+        self.again.is_none()
+            && self.exception.is_none()
+            && self.external.is_none()
+            && (!shared.in_kernel_apic || shared.lapic.accepts_pic())
+    }
+
+    /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
+    /// a saved state has as well.
+    pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend) {
+        // Its neutral form would lose kind and length of what L1 has asked for.
+        if b.nested().is_some_and(Nested::injects_for_l1) {
+            return;
+        }
+        // It goes before all others at the next entry, as it would have at this one.
+        if let Some(event) = b.cancel_injection() {
+            self.again = Some(event);
+            if event == Event::Nmi {
+                b.set_nmi_masked(false);
+            }
+        }
+    }
+}
+
+/// Whether the guest takes external interrupts now.
+#[inline]
+pub(crate) fn interrupts_open(b: &impl Backend) -> bool {
+    // With an event prepared an interrupt has to wait for the entry after this one.
+    b.rflags().contains(Rflags::IF) && !b.interrupt_shadow() && !b.injecting()
+}
+
+fn inject_exception(b: &mut impl Backend, exception: Exception) {
+    // Faults push RF set, so that a breakpoint on the instruction does not hit again. Traps, aborts and
+    // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
+    const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
+    if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
+        b.set_rflags(b.rflags() | Rflags::RF);
+    }
+    b.inject(Event::Exception(exception));
+}
+
+/// The hardware holds no offer any more. Out of line, for the place where one is made.
+#[inline(never)]
+pub(crate) fn offer_nothing(b: &mut impl Backend) {
+    b.offer_interrupt(None);
+}
+
+/// The guest lowers its priority without an exit, unless something waits for just that. CR8 is
+/// watched as well while a virtual interrupt is pending, which was chosen for the priority of
+/// now.
+fn update_cr8_intercept(b: &mut impl Backend, lapic: &Lapic, chosen: Chosen) {
+    let held_back = lapic.highest_requested().filter(|v| v.0 >> 4 <= lapic.tpr() >> 4);
+    // In all other cases CR8 is the guest's own.
+    b.watch_priority(chosen, held_back);
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Raises an exception at the current instruction.
     pub(crate) fn raise(&mut self, exception: Exception) {
@@ -213,13 +278,6 @@ impl<B: Backend> Vcpu<B> {
                 self.events.outer.set(Outer::TRIPLE_FAULT, true);
             }
         }
-    }
-
-    /// Whether the guest takes external interrupts now.
-    #[inline]
-    pub(crate) fn interrupts_open(&self) -> bool {
-        // With an event prepared an interrupt has to wait for the entry after this one.
-        self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
     /// Where L1 has a say in it: one that ends L2's run is taken whatever L2 masks.
@@ -265,24 +323,8 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     pub fn ready_for_injection(&self) -> bool {
         let gated = self.pending.gated;
-        let open = if gated { self.interrupts_open_gated() } else { self.interrupts_open() };
-        open && self.has_room_for_external()
-    }
-
-    /// Whether the VMM waits for the moment at which an interrupt of its own could be injected, and it can come: not
-    /// where the local APIC takes none of a PIC.
-    pub(crate) fn awaits_window(&self) -> bool {
-        self.pending.window_wanted
-            && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())
-    }
-
-    /// Whether nothing goes before an interrupt of a VMM with its own PIC, beside what the guest masks.
-    #[inline(always)]
-    pub(crate) fn has_room_for_external(&self) -> bool {
-        self.events.again.is_none()
-            && self.events.exception.is_none()
-            && self.events.external.is_none()
-            && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())
+        let open = if gated { self.interrupts_open_gated() } else { interrupts_open(&self.b) };
+        open && self.events.has_room_for_external(&self.shared)
     }
 
     /// Brings the task priority from the hardware, which the guest writes without an exit, to the
@@ -373,13 +415,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_own(&mut self) {
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
-            self.hurry_smi();
+            self.events.hurry_smi();
         } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
-            self.hurry_smi();
+            self.events.hurry_smi();
         } else if let Some(exception) = self.events.exception.take() {
-            self.inject_exception(exception);
-            self.hurry_smi();
+            inject_exception(&mut self.b, exception);
+            self.events.hurry_smi();
         }
     }
 
@@ -391,27 +433,17 @@ impl<B: Backend> Vcpu<B> {
         let raised = self.pending.is_raised();
         if self.b.served_apic().is_some() {
             self.gather_interrupts();
-            self.stop_serving_apic();
+            stop_serving_apic(&mut self.b);
         }
         if self.shared.in_kernel_apic {
-            self.put_back_offer();
+            self.pending.put_back_offer(&self.shared);
         }
         self.pending.after_exit.set_offered(None);
-        self.offer_nothing();
+        offer_nothing(&mut self.b);
         // Nothing waits for the guest's priority to fall.
         self.b.watch_priority(Chosen::None, None);
         self.pending.take();
         self.pending.raise_if(raised);
-    }
-
-    fn inject_exception(&mut self, exception: Exception) {
-        // Faults push RF set, so that a breakpoint on the instruction does not hit again. Traps, aborts and
-        // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
-        const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
-        if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
-            self.b.set_rflags(self.b.rflags() | Rflags::RF);
-        }
-        self.b.inject(Event::Exception(exception));
     }
 
     pub(crate) fn inject_nmi(&mut self, kernel: KernelCalls) -> bool {
@@ -457,24 +489,24 @@ impl<B: Backend> Vcpu<B> {
             }
             return true;
         }
-        if self.apic_is_served() || self.serve_apic_if_possible() {
+        if apic_is_served(&self.b) || self.serve_apic_if_possible() {
             return self.inject_served(kernel);
         }
         // The choice is made anew: a higher one may have been requested.
-        self.put_back_offer();
+        self.pending.put_back_offer(&self.shared);
         if self.pic_pending() {
             // The vector is back in the IRR. Left with the hardware as well it would be delivered twice.
-            self.offer_nothing();
+            offer_nothing(&mut self.b);
             if kernel.are_allowed() {
                 self.inject_from_pic();
             }
             return kernel.are_allowed();
         }
-        if self.awaits_window() {
+        if self.pending.awaits_window(&self.shared) {
             // The VMM's PIC goes before the local APIC.
-            self.offer_nothing();
+            offer_nothing(&mut self.b);
             self.b.set_interrupt_window(true);
-            self.update_cr8_intercept(Chosen::None);
+            update_cr8_intercept(&mut self.b, &self.shared.lapic, Chosen::None);
             return true;
         }
         // Above the task priority of now, at which the hardware does not look for an offer.
@@ -484,25 +516,8 @@ impl<B: Backend> Vcpu<B> {
         }
         self.pending.after_exit.set_offered(pending);
         self.b.offer_interrupt(pending);
-        self.update_cr8_intercept(Chosen::one_if(pending.is_some()));
+        update_cr8_intercept(&mut self.b, &self.shared.lapic, Chosen::one_if(pending.is_some()));
         true
-    }
-
-    /// The hardware holds no offer any more. Out of line, for the place where one is made.
-    #[inline(never)]
-    pub(crate) fn offer_nothing(&mut self) {
-        self.b.offer_interrupt(None);
-    }
-
-    /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
-    #[inline]
-    pub(crate) fn put_back_offer(&mut self) {
-        if let Some(vector) = self.pending.after_exit.take_offered() {
-            // The VMM's own waits where it gave it to us, until it is taken.
-            if self.shared.in_kernel_apic {
-                self.shared.lapic.set_irr(vector);
-            }
-        }
     }
 
     /// Withdraws an offered interrupt, so that the local APIC shows its whole state: before its
@@ -510,16 +525,16 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn withdraw_offer(&mut self) {
         if self.pending.after_exit.offered().is_some() && self.shared.in_kernel_apic {
-            self.put_back_offer();
-            self.offer_nothing();
+            self.pending.put_back_offer(&self.shared);
+            offer_nothing(&mut self.b);
             self.pending.raise();
         }
     }
 
     /// Whether an interrupt waits that the task priority lets through.
     pub(crate) fn interrupt_waits(&self) -> bool {
-        if self.apic_is_served() {
-            return self.served_interrupt_waits() || self.pic_pending();
+        if apic_is_served(&self.b) {
+            return served_interrupt_waits(&self.b, &self.shared.lapic) || self.pic_pending();
         }
         self.pending.after_exit.offered().is_some()
             || self.shared.lapic.highest_pending().is_some()
@@ -529,7 +544,7 @@ impl<B: Backend> Vcpu<B> {
     /// The 8259A gives its vector only when it is acknowledged, so the guest must be able to take
     /// it at this entry.
     pub(crate) fn inject_from_pic(&mut self) {
-        if self.interrupts_open()
+        if interrupts_open(&self.b)
             && let Some(vector) = self.take_from_pic()
         {
             self.b.inject(Event::Interrupt(vector));
@@ -542,7 +557,7 @@ impl<B: Backend> Vcpu<B> {
             || self.pending.window_wanted
             || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
-        self.update_cr8_intercept(Chosen::one_if(waiting));
+        update_cr8_intercept(&mut self.b, &self.shared.lapic, Chosen::one_if(waiting));
     }
 
     /// The vector of the PIC, ours or the VMM's, which has one.
@@ -554,7 +569,7 @@ impl<B: Backend> Vcpu<B> {
     /// delivered.
     pub(crate) fn acknowledge_pic(&mut self) -> Option<Vector> {
         let (vector, owing) = self.vm.irq().extint_ack()?;
-        self.note_owing(owing);
+        self.events.note_owing(&mut self.pending, owing);
         // Who waits for that end is told outside. The IPI ends the run that is about to begin.
         if owing.any() {
             host::smp::kick(host::smp::cpu_id());
@@ -582,19 +597,6 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.events.external = None;
         }
-    }
-
-    /// The guest lowers its priority without an exit, unless something waits for just that. CR8 is
-    /// watched as well while a virtual interrupt is pending, which was chosen for the priority of
-    /// now.
-    fn update_cr8_intercept(&mut self, chosen: Chosen) {
-        let held_back = self
-            .shared
-            .lapic
-            .highest_requested()
-            .filter(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
-        // In all other cases CR8 is the guest's own.
-        self.b.watch_priority(chosen, held_back);
     }
 
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry. Whoever
@@ -633,7 +635,7 @@ impl<B: Backend> Vcpu<B> {
                 // The delivery of the offered one was interrupted, and V_IRQ may still be set: it
                 // has left the offer for the event.
                 self.pending.after_exit.set_offered(None);
-                self.offer_nothing();
+                offer_nothing(&mut self.b);
                 if self.shared.in_kernel_apic {
                     self.shared.lapic.set_isr(vector);
                 } else {
@@ -642,22 +644,6 @@ impl<B: Backend> Vcpu<B> {
             }
             if event == Event::Nmi {
                 // It was not delivered: the handler does not run yet.
-                self.b.set_nmi_masked(false);
-            }
-        }
-    }
-
-    /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
-    /// a saved state has as well.
-    pub(crate) fn take_back_injection(&mut self) {
-        // Its neutral form would lose kind and length of what L1 has asked for.
-        if self.b.nested().is_some_and(Nested::injects_for_l1) {
-            return;
-        }
-        // It goes before all others at the next entry, as it would have at this one.
-        if let Some(event) = self.b.cancel_injection() {
-            self.events.again = Some(event);
-            if event == Event::Nmi {
                 self.b.set_nmi_masked(false);
             }
         }

@@ -31,15 +31,18 @@ use cpuid::DynamicInputs;
 use host::{irq, task, trace};
 use mmu::Section;
 use stats::VcpuCount;
-use vm::vcpu_shared::SharedVcpu;
+use vm::vcpu_shared::{SharedVcpu, VcpuShared};
 use x86::{Cr4, Dr6, Exception, Rflags};
 
 use crate::{
     Vcpu,
+    exits::device::Device,
     run::{
         events::{KernelCalls, Outer},
         outcome::{Left, Next, Other},
+        pending::Pending,
     },
+    state::debug::Debug,
 };
 
 /// The machine state that CPUID shows.
@@ -55,11 +58,66 @@ pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> DynamicIn
     }
 }
 
+/// Whether the loop is left for an exit that most likely ends KVM_RUN.
+#[inline]
+fn onward(left: &Left, device: &Device, shared: &VcpuShared) -> Onward {
+    // A wrong guess costs a few writes of lent MSRs, and nothing else.
+    let ends = match left {
+        Left::Exit(Exit::Io(_)) => true,
+        Left::Exit(Exit::TdpFault(_)) => device.seen.is_decoded(),
+        Left::Exit(Exit::Hlt) => !shared.in_kernel_apic,
+        _ => false,
+    };
+    if ends { Onward::ToUser } else { Onward::ToGuest }
+}
+
+/// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give
+/// it up.
+#[inline]
+fn disable_interrupts(b: &mut impl Backend) -> irq::Off {
+    loop {
+        let off = irq::disable();
+        if b.may_run_on(off.cpu()) {
+            return off;
+        }
+        // That CPU has to answer an IPI. Two that wait for each other with interrupts off would do so for ever.
+        irq::enable(off);
+        b.release_elsewhere();
+    }
+}
+
+/// What an interrupt waited for has come: it is looked for again, and the window closed.
+pub(crate) fn answer_interrupt_window(b: &mut impl Backend, pending: &mut Pending) -> Next {
+    // Left open it would exit at every instruction from now on.
+    b.set_interrupt_window(false);
+    pending.raise();
+    // A VMM with its own PIC may be waiting for just this.
+    if pending.window_wanted { Next::Done } else { Next::Again }
+}
+
+/// What an NMI waited for has come, or begins.
+pub(crate) fn answer_nmi_window(b: &mut impl Backend, pending: &mut Pending) -> Next {
+    b.iret_begun();
+    pending.raise();
+    Next::Again
+}
+
+/// An access of a debug register is executed again, with the guest's registers in place; unless
+/// the VMM uses them.
+#[cold]
+pub(crate) fn answer_debug_reg(b: &mut impl Backend, debug: &Debug) -> Next {
+    if debug.control != 0 {
+        return Next::Leave;
+    }
+    b.own_debug_regs();
+    Next::Again
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside. `None`: something was pending before the
     /// first entry.
     pub(crate) fn enter_guest(&mut self) -> Option<Left> {
-        let off = self.disable_interrupts();
+        let off = disable_interrupts(&mut self.b);
         // The mode first, then the look. The other way round a request that comes between the two is not seen, and
         // nobody sends an IPI for it ([`vm::kick`]).
         let entered = self.shared.enter_mode(off);
@@ -101,7 +159,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // The control block is still loaded: under VMX a read of it costs ten times as much outside.
         self.b.complete(&mut self.gprs);
-        self.b.unload(self.onward(&left));
+        self.b.unload(onward(&left, &self.device, &self.shared));
         self.stats.count(VcpuCount::HostStateReload);
         // Only now: whoever withdraws translations waits for the mode, and until here guest memory was looked at by
         // them.
@@ -121,34 +179,6 @@ impl<B: Backend> Vcpu<B> {
             self.end_observation(&left);
         }
         Some(left)
-    }
-
-    /// Whether the loop is left for an exit that most likely ends KVM_RUN.
-    #[inline]
-    fn onward(&self, left: &Left) -> Onward {
-        // A wrong guess costs a few writes of lent MSRs, and nothing else.
-        let ends = match left {
-            Left::Exit(Exit::Io(_)) => true,
-            Left::Exit(Exit::TdpFault(_)) => self.device.seen.is_decoded(),
-            Left::Exit(Exit::Hlt) => !self.shared.in_kernel_apic,
-            _ => false,
-        };
-        if ends { Onward::ToUser } else { Onward::ToGuest }
-    }
-
-    /// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give
-    /// it up.
-    #[inline]
-    fn disable_interrupts(&mut self) -> irq::Off {
-        loop {
-            let off = irq::disable();
-            if self.b.may_run_on(off.cpu()) {
-                return off;
-            }
-            // That CPU has to answer an IPI. Two that wait for each other with interrupts off would do so for ever.
-            irq::enable(off);
-            self.b.release_elsewhere();
-        }
     }
 
     #[inline]
@@ -312,33 +342,6 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn answer_by(&mut self, exception: Exception) -> Next {
         self.raise(exception);
-        Next::Again
-    }
-
-    /// What an interrupt waited for has come: it is looked for again, and the window closed.
-    pub(crate) fn answer_interrupt_window(&mut self) -> Next {
-        // Left open it would exit at every instruction from now on.
-        self.b.set_interrupt_window(false);
-        self.pending.raise();
-        // A VMM with its own PIC may be waiting for just this.
-        if self.pending.window_wanted { Next::Done } else { Next::Again }
-    }
-
-    /// What an NMI waited for has come, or begins.
-    pub(crate) fn answer_nmi_window(&mut self) -> Next {
-        self.b.iret_begun();
-        self.pending.raise();
-        Next::Again
-    }
-
-    /// An access of a debug register is executed again, with the guest's registers in place; unless
-    /// the VMM uses them.
-    #[cold]
-    pub(crate) fn answer_debug_reg(&mut self) -> Next {
-        if self.rare.debug.control != 0 {
-            return Next::Leave;
-        }
-        self.b.own_debug_regs();
         Next::Again
     }
 

@@ -14,7 +14,6 @@ use host::trace;
 use irqchip::lapic::{Expiry, Lint0, base};
 use stats::{VcpuCount, vcpu::HaltHistogram};
 use vm::{
-    irq::Irqchip,
     settings::quirk,
     vcpu_shared::{MpState, Request},
 };
@@ -23,7 +22,7 @@ use x86::{Reset, Rflags};
 use crate::{
     Rare, Vcpu,
     exits::code::CodeState as _,
-    run::events::Outer,
+    run::events::{Outer, interrupts_open},
     run::outcome::{Break, Left, Other, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
@@ -133,7 +132,7 @@ impl<B: Backend> Vcpu<B> {
         (self.rare.has_run, self.rare.nested_restored) = (true, false);
         // User space may not come back for long, and a device waits for this end of interrupt.
         if self.events.outer.has(Outer::OWING) {
-            self.tell_resamplers();
+            self.events.tell_resamplers(&self.vm);
         }
         self.fpu.put();
         // KVM_GET_LAPIC and KVM_SET_LAPIC may come next. They see the priority that the guest set without an exit, and
@@ -172,7 +171,8 @@ impl<B: Backend> Vcpu<B> {
             return self.output(ready, cr8);
         }
         // With a PIC in the kernel KVM_INTERRUPT is refused, so there is nothing to be ready for.
-        let ready = self.has_pic() || self.interrupts_open() && self.has_room_for_external();
+        let ready = self.vm.irq().has_pic()
+            || interrupts_open(&self.b) && self.events.has_room_for_external(&self.shared);
         self.output(ready, self.b.cr8())
     }
 
@@ -180,7 +180,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn run_output_gated(&self) -> (bool, u8) {
-        (self.has_pic() || self.ready_for_injection(), self.priority_shown())
+        (self.vm.irq().has_pic() || self.ready_for_injection(), self.priority_shown())
     }
 
     #[inline(always)]
@@ -197,11 +197,6 @@ impl<B: Backend> Vcpu<B> {
     /// What accompanies the last [`UserExit::InternalError`].
     pub fn error_data(&self) -> &ErrorData {
         &self.rare.error
-    }
-
-    /// Whether the 8259A is ours.
-    fn has_pic(&self) -> bool {
-        self.vm.irq().kind() == Irqchip::Full
     }
 
     /// An application processor sleeps until it is started.
@@ -274,7 +269,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {
-        self.pending.window_wanted = input.request_interrupt_window && !self.has_pic();
+        self.pending.window_wanted = input.request_interrupt_window && !self.vm.irq().has_pic();
         if self.pending.window_wanted {
             self.pending.raise();
         }
@@ -293,7 +288,7 @@ impl<B: Backend> Vcpu<B> {
             None => {
                 if task::handle_work().is_err() {
                     // User space may save the state now, and what is prepared for an entry is no part of it.
-                    self.take_back_injection();
+                    self.events.take_back_injection(&mut self.b);
                     return Err(UserExit::Intr.into());
                 }
                 Ok(())
@@ -355,7 +350,7 @@ impl<B: Backend> Vcpu<B> {
     fn leave_with_event(&mut self) -> Outcome {
         // Before all returns below.
         if self.events.outer.has(Outer::OWING) {
-            self.tell_resamplers();
+            self.events.tell_resamplers(&self.vm);
         }
         if self.events.outer.take(Outer::TRIPLE_FAULT) && !self.gives_triple_fault_to_l1() {
             return Err(UserExit::Shutdown.into());

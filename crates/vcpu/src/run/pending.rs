@@ -20,6 +20,8 @@
 //! What comes from elsewhere is not here: requests of other CPUs are in [`vm::vcpu_shared`], the events
 //! themselves in [`Events`](crate::run::events::Events).
 
+use vm::vcpu_shared::VcpuShared;
+
 use crate::run::after_exit::AfterExit;
 
 /// See the module.
@@ -81,5 +83,22 @@ impl Pending {
     #[inline(always)]
     pub(crate) fn take(&mut self) {
         self.raised = false;
+    }
+
+    /// Whether the VMM waits for the moment at which an interrupt of its own could be injected, and it can come: not
+    /// where the local APIC takes none of a PIC.
+    pub(crate) fn awaits_window(&self, shared: &VcpuShared) -> bool {
+        self.window_wanted && (!shared.in_kernel_apic || shared.lapic.accepts_pic())
+    }
+
+    /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
+    #[inline]
+    pub(crate) fn put_back_offer(&mut self, shared: &VcpuShared) {
+        if let Some(vector) = self.after_exit.take_offered() {
+            // The VMM's own waits where it gave it to us, until it is taken.
+            if shared.in_kernel_apic {
+                shared.lapic.set_irr(vector);
+            }
+        }
     }
 }

@@ -240,7 +240,7 @@ impl<B: Backend> Vcpu<B> {
                 self.effect(effect);
                 // A VMM that ends an interrupt need not run the vCPU again.
                 if by == By::Vmm && self.events.outer.has(Outer::OWING) {
-                    self.tell_resamplers();
+                    self.events.tell_resamplers(&self.vm);
                 }
                 Ok(())
             }

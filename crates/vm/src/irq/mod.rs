@@ -126,6 +126,12 @@ impl VmIrq {
         self.core.kind()
     }
 
+    /// Whether the 8259A is ours.
+    #[inline]
+    pub fn has_pic(&self) -> bool {
+        self.kind() == Irqchip::Full
+    }
+
     /// KVM_CREATE_IRQCHIP, or the local half of it. The VM's making lock is held.
     ///
     /// # Errors

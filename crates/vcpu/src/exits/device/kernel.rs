@@ -173,7 +173,7 @@ impl<B: Backend> Vcpu<B> {
                 let Some(owing) = self.vm.irq().pio_read(port, size, &mut value) else {
                     return false;
                 };
-                self.note_owing(owing);
+                self.events.note_owing(&mut self.pending, owing);
                 access.data = u64::from(value).to_le_bytes();
             }
             Direction::Write => {
@@ -181,7 +181,7 @@ impl<B: Backend> Vcpu<B> {
                 let Some(owing) = self.vm.irq().pio_write(port, size, value) else {
                     return false;
                 };
-                self.note_owing(owing);
+                self.events.note_owing(&mut self.pending, owing);
             }
         }
         // The 8259A's output may have risen.

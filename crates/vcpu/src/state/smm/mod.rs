@@ -92,6 +92,17 @@ pub struct SavedSmi {
     pub latched_init: bool,
 }
 
+impl Events {
+    /// An event goes into the guest before an SMI: has the vCPU leave the guest as soon as that is
+    /// delivered. Interrupts are off.
+    #[inline]
+    pub(crate) fn hurry_smi(&self) {
+        if self.outer.has(Outer::SMI) {
+            leave_soon();
+        }
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Makes a system-management interrupt pending (KVM_SMI).
     pub fn queue_smi(&mut self) {
@@ -132,15 +143,6 @@ impl<B: Backend> Vcpu<B> {
                 self.vm.kill();
                 Err(UserExit::Dead.into())
             }
-        }
-    }
-
-    /// An event goes into the guest before an SMI: has the vCPU leave the guest as soon as that is
-    /// delivered. Interrupts are off.
-    #[inline]
-    pub(crate) fn hurry_smi(&self) {
-        if self.events.outer.has(Outer::SMI) {
-            leave_soon();
         }
     }
 
