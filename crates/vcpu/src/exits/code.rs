@@ -187,7 +187,7 @@ impl<B: Backend> Vcpu<B> {
                 Ok(gpa) => gpa,
                 Err(_) if done != 0 => {
                     // Nobody fetches it, if the instruction ends before.
-                    self.forget_refusal();
+                    self.mmu.forget_refusal();
                     break;
                 }
                 Err(stop) => return Err(stop),

@@ -11,6 +11,7 @@ use x86::{Cr0, Cr4, Efer, Exception};
 use crate::{
     Vcpu,
     exits::code::{CodeState as _, wrap},
+    nested::transition::is_virtualization_on,
     paging::Mmu,
     paging::pdptes::is_pae,
     run::events::Outer,
@@ -282,7 +283,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn efer_ends_l2(&mut self, new: Efer, by: By) -> bool {
         let c = self.b.control();
-        if self.is_virtualization_on(new, c.cr4) {
+        if is_virtualization_on(&self.b, new, c.cr4) {
             return false;
         }
         if by == By::Vmm {

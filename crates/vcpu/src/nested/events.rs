@@ -9,13 +9,16 @@ use backend::{
 use irqchip::lapic::LapicEffect;
 use mmu::Section;
 use stats::VcpuCount;
-use vm::vcpu_shared::MpState;
-use x86::{Dr6, Exception, Rflags, Vector, exception::vector};
+use vm::vcpu_shared::{MpState, VcpuShared};
+use x86::{Dr6, Exception, Vector, exception::vector};
 
+use super::gate::{gate_of, passes};
 use super::memory::{Mapped, Whole};
+use super::transition::owes_trap;
 use crate::{
     Vcpu,
-    run::events::{KernelCalls, Outer},
+    run::events::{Events, KernelCalls, Outer, interrupts_open},
+    run::pending::Pending,
 };
 
 /// What [`Vcpu::end_l2_for_event`] comes to.
@@ -39,6 +42,57 @@ struct Acknowledged {
     vector: Option<Vector>,
     /// It was the local APIC's, where it is in service from then on.
     of_apic: bool,
+}
+
+impl Acknowledged {
+    /// L2's run has ended for an interrupt: it is L1's.
+    fn acknowledge(self, shared: &VcpuShared, events: &mut Events) {
+        match self.vector {
+            Some(vector) if self.of_apic => shared.lapic.set_isr(vector),
+            // What a VMM with controllers of its own gave has waited there until now: it must not come once more. What
+            // our PIC gave was taken from there.
+            Some(_) => events.external = None,
+            None => {}
+        }
+    }
+
+    /// L2 goes on: nothing was told to anybody, and the interrupt waits again as before.
+    fn give_back(self, shared: &VcpuShared, events: &mut Events) {
+        let Some(vector) = self.vector else { return };
+        if self.of_apic {
+            shared.lapic.set_irr(vector);
+        } else {
+            // The PIC gives its vector once: it waits where the next delivery looks first.
+            events.external = Some(vector);
+        }
+    }
+}
+
+impl Pending {
+    /// Whether a virtual interrupt of L1's waits for L2. What is noted of it may be of a run of L2's that is over.
+    fn is_offered_by_l1(&mut self, b: &impl Backend) -> bool {
+        self.offered_by_l1 &= b.nested().is_some_and(Nested::offers_interrupt);
+        self.offered_by_l1
+    }
+}
+
+impl Events {
+    /// Whether L2 takes an interrupt at the next entry: nothing goes before it.
+    fn takes_virtual(&self, b: &impl Backend) -> bool {
+        interrupts_open(b) && self.again.is_none() && self.exception.is_none()
+    }
+}
+
+/// Says to the instruction set what L2 does: whether the vCPU, in this state, sleeps for it.
+pub(crate) fn tell_activity(b: &mut impl Backend, state: MpState) {
+    let sleeps = match state {
+        MpState::Halted => Some(Sleep::Halt),
+        MpState::InitReceived => Some(Sleep::WaitForSipi),
+        _ => None,
+    };
+    if let Some(asleep) = b.nested_mut().and_then(Nested::asleep_mut) {
+        asleep.set_activity(sleeps);
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -83,15 +137,15 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         // One that L1 wants to hear of ends L2's run, and holds nothing else back.
-        if self.shared.nmis() != 0 && self.passes(Waiting::Nmi) && !self.inject_nmi(kernel) {
+        if self.shared.nmis() != 0 && passes(&self.b, Waiting::Nmi) && !self.inject_nmi(kernel) {
             return false;
         }
         // In place of the gate below: with virtual interrupts on, every interrupt of L1's has ended L2's run above.
-        if self.is_offered_by_l1() {
+        if self.pending.is_offered_by_l1(&self.b) {
             return self.inject_virtual(s);
         }
         // Behind NMIs, which go before interrupts and may be L2's while interrupts are held.
-        let gate = self.gate_of(Waiting::Interrupt(None));
+        let gate = gate_of(&self.b, Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
             let waits = self.pending.awaits_window(&self.shared) || self.interrupt_waits_for_l1();
@@ -124,18 +178,12 @@ impl<B: Backend> Vcpu<B> {
             && self.b.served_apic().is_none_or(ServedApic::is_stopped)
     }
 
-    /// Whether a virtual interrupt of L1's waits for L2. What is noted of it may be of a run of L2's that is over.
-    fn is_offered_by_l1(&mut self) -> bool {
-        self.pending.offered_by_l1 &= self.b.nested().is_some_and(Nested::offers_interrupt);
-        self.pending.offered_by_l1
-    }
-
     /// Injects the virtual interrupt that L1 has waiting for L2, or waits for the moment at which L2 takes it. All other
     /// interrupts end L2's run.
     #[cold]
     #[inline(never)]
     fn inject_virtual(&mut self, s: Section<'_>) -> bool {
-        if !self.takes_virtual() {
+        if !self.events.takes_virtual(&self.b) {
             self.b.set_interrupt_window(true);
             return true;
         }
@@ -159,17 +207,12 @@ impl<B: Backend> Vcpu<B> {
         true
     }
 
-    fn takes_virtual(&self) -> bool {
-        self.b.rflags().contains(Rflags::IF)
-            && !self.b.interrupt_shadow()
-            && !self.b.injecting()
-            && self.events.again.is_none()
-            && self.events.exception.is_none()
-    }
-
     /// Takes the virtual interrupt of L1's for L2 outside, where all of L1's memory can be had: it is injected with the next entry.
     fn take_virtual_outside(&mut self) {
-        if !self.is_offered_by_l1() || !self.takes_virtual() || self.l2_waits_for_sipi() {
+        if !self.pending.is_offered_by_l1(&self.b)
+            || !self.events.takes_virtual(&self.b)
+            || self.l2_waits_for_sipi()
+        {
             return;
         }
         let Self { b, mmu, .. } = self;
@@ -257,7 +300,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.fail_at_list() && !self.refuse_noted() {
             let ended = self.end_l2_for_event(None);
             // Else nobody would look for it once L2 was entered.
-            if ended == Ended::AfterEntry && self.owes_trap() {
+            if ended == Ended::AfterEntry && owes_trap(&self.b) {
                 self.events.outer.set(Outer::NESTED, true);
             }
             if matches!(ended, Ended::No | Ended::Posted) {
@@ -271,15 +314,10 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn gives_triple_fault_to_l1(&mut self) -> bool {
         // L2's triple fault is an exit that L1 may ask for, and no shutdown of the machine then.
         self.pending.after_exit.is_nested()
-            && self.gate_of(Waiting::TripleFault) == Gate::ExitToL1
+            && gate_of(&self.b, Waiting::TripleFault) == Gate::ExitToL1
             && self.end_l2(Waiting::TripleFault, None) == Ended::Yes
             // It could not be told either: the shutdown is the vCPU's.
             && !self.events.outer.take(Outer::TRIPLE_FAULT)
-    }
-
-    /// Whether an interrupt would be taken by L2, or end its run.
-    pub(crate) fn interrupt_goes_somewhere(&self) -> bool {
-        !matches!(self.gate_of(Waiting::Interrupt(None)), Gate::Hold | Gate::Window)
     }
 
     /// Whether the event whose delivery the last exit interrupted is one that L1 injected into L2, which is
@@ -291,20 +329,20 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an INIT waits: L1 holds it back, or it is to end L2's run.
     pub(crate) fn holds_init(&mut self) -> bool {
-        let holds = !self.passes(Waiting::Init);
+        let holds = !passes(&self.b, Waiting::Init);
         self.pending.raise_if(holds);
         holds
     }
 
     /// Whether an INIT that was held back ends L2's run.
     pub(crate) fn init_ends_l2(&self) -> bool {
-        self.smm.latched_init && self.gate_of(Waiting::Init) == Gate::ExitToL1
+        self.smm.latched_init && gate_of(&self.b, Waiting::Init) == Gate::ExitToL1
     }
 
     /// Whether an NMI waits that L1 intercepts: that L2 blocks its own does not hold it back.
     pub(crate) fn nmi_ends_l2(&self) -> bool {
         self.shared.nmis() != 0
-            && matches!(self.gate_of(Waiting::Nmi), Gate::ExitToL1 | Gate::AfterEntry)
+            && matches!(gate_of(&self.b, Waiting::Nmi), Gate::ExitToL1 | Gate::AfterEntry)
     }
 
     /// Whether L2's HLT ends at once, for what L1 has given it.
@@ -314,24 +352,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// An INIT that was held back is taken, if nothing holds it any more. True: outside the loop.
     pub(crate) fn release_init(&mut self) -> bool {
-        let released = self.smm.latched_init && !self.smm.active && self.passes(Waiting::Init);
+        let released = self.smm.latched_init && !self.smm.active && passes(&self.b, Waiting::Init);
         if released {
             self.smm.latched_init = false;
             self.shared.set_init(true);
         }
         released
-    }
-
-    /// Says to the instruction set what L2 does: whether the vCPU sleeps for it.
-    pub(crate) fn tell_activity(&mut self) {
-        let sleeps = match self.shared.mp_state() {
-            MpState::Halted => Some(Sleep::Halt),
-            MpState::InitReceived => Some(Sleep::WaitForSipi),
-            _ => None,
-        };
-        if let Some(asleep) = self.b.nested_mut().and_then(Nested::asleep_mut) {
-            asleep.set_activity(sleeps);
-        }
     }
 
     /// The vCPU's halt ends. If L2 has halted, an event that is L1's ends its run as that of a halted one. False: it was a
@@ -344,7 +370,7 @@ impl<B: Backend> Vcpu<B> {
         let first = self.events.again.is_none() && !self.b.injecting();
         // Behind events: what ends L2's run already needs no timer.
         if first && self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
-            self.tell_activity();
+            tell_activity(&mut self.b, self.shared.mp_state());
             let done = self.across_levels(|v| {
                 let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
                 Some(asleep.exit_for_timer(&mut v.gprs, &Whole::new(&v.mmu.memory, None)))
@@ -369,7 +395,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn start_l2(&mut self, page: Option<Vector>) {
         // A CPU blocks INIT in that state: the one that comes with a SIPI changes nothing.
         let Some(page) = page else { return };
-        self.tell_activity();
+        tell_activity(&mut self.b, self.shared.mp_state());
         let done = self.across_levels(|v| {
             let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
             Some(asleep.exit_for_sipi(&mut v.gprs, page, &Whole::new(&v.mmu.memory, None)))
@@ -382,16 +408,6 @@ impl<B: Backend> Vcpu<B> {
     /// Whether L2 is what the vCPU is, and waits for a startup IPI.
     pub(crate) fn l2_waits_for_sipi(&self) -> bool {
         self.pending.after_exit.is_nested() && self.shared.mp_state() == MpState::InitReceived
-    }
-
-    /// Whether such an event goes to the level that runs.
-    fn passes(&self, waiting: Waiting) -> bool {
-        self.gate_of(waiting) == Gate::Deliver
-    }
-
-    /// Where such an event goes.
-    pub(crate) fn gate_of(&self, waiting: Waiting) -> Gate {
-        self.b.nested().map_or(Gate::Deliver, |nested| nested.gate(&waiting))
     }
 
     /// Ends L2's run, if something waits that L1 intercepts. `s`: inside a section, where nothing sleeps.
@@ -407,7 +423,7 @@ impl<B: Backend> Vcpu<B> {
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
         // What waits for a startup IPI executes nothing that an exit could follow.
-        let owes = self.owes_trap() && !self.l2_waits_for_sipi();
+        let owes = owes_trap(&self.b) && !self.l2_waits_for_sipi();
         // A fault comes first: the CPU itself exits behind its delivery.
         let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
         let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);
@@ -485,28 +501,6 @@ impl<B: Backend> Vcpu<B> {
         Ok(Acknowledged { vector, of_apic: true })
     }
 
-    /// L2's run has ended for an interrupt: it is L1's.
-    fn acknowledge(&mut self, taken: Acknowledged) {
-        match taken.vector {
-            Some(vector) if taken.of_apic => self.shared.lapic.set_isr(vector),
-            // What a VMM with controllers of its own gave has waited there until now: it must not come once more. What
-            // our PIC gave was taken from there.
-            Some(_) => self.events.external = None,
-            None => {}
-        }
-    }
-
-    /// L2 goes on: nothing was told to anybody, and the interrupt waits again as before.
-    fn give_back(&mut self, taken: Acknowledged) {
-        let Some(vector) = taken.vector else { return };
-        if taken.of_apic {
-            self.shared.lapic.set_irr(vector);
-        } else {
-            // The PIC gives its vector once: it waits where the next delivery looks first.
-            self.events.external = Some(vector);
-        }
-    }
-
     /// A waiting exception with what it carries. KVM_GET_VCPU_EVENTS has moved that to CR2 or DR6 for a VMM that saves no
     /// payloads (KVM API §4.31): L1 would be told of address 0, or of no reason.
     fn with_payload(&self, e: Exception) -> Exception {
@@ -535,7 +529,7 @@ impl<B: Backend> Vcpu<B> {
                     Ok(true) => return Ended::Posted,
                     Ok(false) => {}
                     Err(()) => {
-                        self.give_back(found);
+                        found.give_back(&self.shared, &mut self.events);
                         return Ended::Outside;
                     }
                 }
@@ -554,7 +548,7 @@ impl<B: Backend> Vcpu<B> {
                 trap.keep_debug_trap(e.payload.unwrap_or(0));
             }
         }
-        self.tell_activity();
+        tell_activity(&mut self.b, self.shared.mp_state());
         // What is prepared for L2 is told to L1 as not delivered, or L1 could not inject it again.
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
@@ -571,7 +565,7 @@ impl<B: Backend> Vcpu<B> {
         });
         let Some(done) = done else { return Ended::No };
         if done == Executed::Outside {
-            self.give_back(taken);
+            taken.give_back(&self.shared, &mut self.events);
             // The attempt has changed nothing: what was prepared is prepared again.
             if let Some(event) = prepared {
                 self.b.inject(event);
@@ -580,7 +574,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // L1 has it in its information on the exit.
         self.events.again = None;
-        self.acknowledge(taken);
+        taken.acknowledge(&self.shared, &mut self.events);
         if self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
             match waiting {
                 Waiting::Nmi => {

@@ -13,11 +13,12 @@
 //! All three are done inside the loop as far as the pages of L1's that they need can be had through the TDP
 //! tables ([`memory`]). Where L1 has tables of its own for L2 is in [`paging`]. Else the loop is left and the same is done again outside, where a page may be waited for.
 
-mod events;
+pub(crate) mod events;
+pub(crate) mod gate;
 mod lists;
 mod memory;
 pub(crate) mod paging;
 mod saved;
 mod smm;
-mod transition;
+pub(crate) mod transition;
 pub(crate) mod wake;

@@ -12,6 +12,7 @@ use core::mem::{replace, swap, take};
 use backend::{
     Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse, TdpFault,
 };
+use cpuid::GuestCpuid;
 use emulate::{Decoded, Fetched, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 use mmu::nested::{
@@ -23,7 +24,7 @@ use mmu::{
     NestedRoots, NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
 };
 use stats::VcpuCount;
-use vm::memory::{MemoryError, NestedOutcome, shadow::Caller};
+use vm::memory::{MemoryError, NestedOutcome, VmMemory, shadow::Caller};
 use x86::{
     Exception, Gpa, Gva,
     cpuid::{Vendor, feature},
@@ -50,7 +51,7 @@ pub(crate) struct Stage {
     /// The bytes that were fetched for the others: with tables of L1's nothing is remembered.
     fetch: KBox<CodeFetch>,
     /// An access in software that L1's tables refuse, L2-physical.
-    refused: Option<(Gpa, TablesRefuse)>,
+    pub(crate) refused: Option<(Gpa, TablesRefuse)>,
     /// The frame that a fault inside the loop lacked.
     missing: Option<NestedFrame>,
 }
@@ -92,21 +93,75 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
     }
 }
 
+/// The tables of L1's that L2 is to run with.
+fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
+    b.nested().and_then(NestedPaging::l1_tables)
+}
+
+/// Whether L2 runs with tables of L1's, and so with the PDPTEs that its control block names.
+pub(super) fn has_pdptes_of_l1(b: &impl Backend) -> bool {
+    !matches!(wanted_tables(b), None | Some(L1Tables::Flat { .. }))
+}
+
+/// How tables of L1's are read, by what L1's CPUID says.
+fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
+    let maxphyaddr = cpuid.maxphyaddr();
+    match tables {
+        L1Tables::Npt { ncr3, cr0, cr4, efer } => {
+            let gbpages = cpuid.has(feature::GBPAGES);
+            let amd = cpuid.vendor() == Vendor::Amd;
+            let context = PagingContext {
+                cr0,
+                cr4,
+                efer,
+                maxphyaddr,
+                gbpages,
+                amd,
+                ..PagingContext::default()
+            };
+            Tables::npt(ncr3, &context)
+        }
+        L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only, apic, logs } => {
+            let offer = EptOffer { maxphyaddr, execute_only, pages_2m, pages_1g };
+            let tables = Tables::ept(pointer, &offer).logging(logs);
+            match apic {
+                Some(frame) => tables.without_frame(frame),
+                None => Some(tables),
+            }
+        }
+        L1Tables::Flat { apic } => Tables::FLAT.without_frame(apic),
+    }
+}
+
+/// The access of the last exit of L2, if that was a fault on `tables` of L1's.
+#[inline]
+fn fault_on_tables(b: &impl Backend, tables: Option<Tables>) -> Option<NestedAccess> {
+    let tables = tables?;
+    b.nested()?.nested_page_fault().map(|fault| tables.fault(access_of(fault)))
+}
+
+/// Where a linear address of L2's leads: L1-physical, whether both translations let it be written, and whether L2's
+/// lets a program access it.
+#[cold]
+pub(crate) fn probe_of_l2(
+    memory: &VmMemory,
+    tables: &Tables,
+    context: &PagingContext,
+    linear: u64,
+) -> Option<(u64, bool, bool)> {
+    let stage = SecondStage::probing(memory, *tables);
+    let found = walk::probe(&stage, context, linear, walk::Access::READ).ok()?;
+    let access = tables.access(found.gpa, walk::AccessKind::Read, Part::Page);
+    let stage = probe(memory, tables, &access).ok()?;
+    Some((stage.gpa.0, found.writable && stage.writable, found.user))
+}
+
 /// Which tables L2 runs with, and on which root.
 impl<B: Backend> Vcpu<B> {
-    fn wanted_tables(&self) -> Option<L1Tables> {
-        self.b.nested().and_then(NestedPaging::l1_tables)
-    }
-
-    /// Whether L2 runs with tables of L1's, and so with the PDPTEs that its control block names.
-    pub(super) fn has_pdptes_of_l1(&self) -> bool {
-        !matches!(self.wanted_tables(), None | Some(L1Tables::Flat { .. }))
-    }
-
     /// Another level runs from now on.
     #[inline]
     pub(super) fn follow_l1_tables(&mut self) {
-        let wanted = self.wanted_tables();
+        let wanted = wanted_tables(&self.b);
         // A guest whose L2 has no tables of L1's pays two comparisons.
         if wanted.is_some() || self.mmu.l1_tables().is_some() {
             self.change_l1_tables(wanted);
@@ -115,7 +170,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn change_l1_tables(&mut self, wanted: Option<L1Tables>) {
-        let tables = wanted.and_then(|wanted| self.read_tables(wanted));
+        let tables = wanted.and_then(|wanted| read_tables(&self.cpuid, wanted));
         if wanted.is_some() {
             // Not before its root is there.
             self.mmu.roots.set_due();
@@ -128,36 +183,6 @@ impl<B: Backend> Vcpu<B> {
         }
         // It was an access of a run that is over.
         stage.refused = None;
-    }
-
-    /// How such tables are read, by what L1's CPUID says.
-    fn read_tables(&self, tables: L1Tables) -> Option<Tables> {
-        let maxphyaddr = self.cpuid.maxphyaddr();
-        match tables {
-            L1Tables::Npt { ncr3, cr0, cr4, efer } => {
-                let gbpages = self.cpuid.has(feature::GBPAGES);
-                let amd = self.cpuid.vendor() == Vendor::Amd;
-                let context = PagingContext {
-                    cr0,
-                    cr4,
-                    efer,
-                    maxphyaddr,
-                    gbpages,
-                    amd,
-                    ..PagingContext::default()
-                };
-                Tables::npt(ncr3, &context)
-            }
-            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only, apic, logs } => {
-                let offer = EptOffer { maxphyaddr, execute_only, pages_2m, pages_1g };
-                let tables = Tables::ept(pointer, &offer).logging(logs);
-                match apic {
-                    Some(frame) => tables.without_frame(frame),
-                    None => Some(tables),
-                }
-            }
-            L1Tables::Flat { apic } => Tables::FLAT.without_frame(apic),
-        }
     }
 
     /// Right after L2 was entered inside the loop: gives it its root.
@@ -196,7 +221,7 @@ impl<B: Backend> Vcpu<B> {
     /// Outside the loop: gives L2 its root, if it runs with tables of L1's.
     #[inline]
     pub(crate) fn switch_nested_root(&mut self) -> Result<(), NoMemory> {
-        match self.wanted_tables() {
+        match wanted_tables(&self.b) {
             None => Ok(()),
             wanted => {
                 // The next entry tries again, and must not take place without.
@@ -249,17 +274,10 @@ impl<B: Backend> Vcpu<B> {
 
 /// Faults of L2's on its root.
 impl<B: Backend> Vcpu<B> {
-    /// The access of the last exit of L2, if that was a fault on tables of L1's.
-    #[inline]
-    fn fault_on_tables(&self) -> Option<NestedAccess> {
-        let tables = self.mmu.l1_tables()?;
-        self.b.nested()?.nested_page_fault().map(|fault| tables.fault(access_of(fault)))
-    }
-
     /// Answers a fault of L2's on its root inside the loop. `None`: the exit is another.
     #[inline]
     pub(super) fn answer_nested_fault(&mut self, s: Section<'_>) -> Option<Next> {
-        let access = self.fault_on_tables()?;
+        let access = fault_on_tables(&self.b, self.mmu.l1_tables())?;
         Some(self.nested_fault_in_loop(s, &access))
     }
 
@@ -322,7 +340,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Handles a fault of L2's on its root outside the loop. `None`: the exit is another.
     pub(super) fn nested_fault_outside(&mut self) -> Option<Outcome> {
-        let access = self.fault_on_tables()?;
+        let access = fault_on_tables(&self.b, self.mmu.l1_tables())?;
         Some(self.handle_nested_fault(&access))
     }
 
@@ -529,14 +547,6 @@ impl<B: Backend> Vcpu<B> {
         Some(())
     }
 
-    /// What L1's tables have refused last is not accessed after all.
-    #[cold]
-    pub(crate) fn forget_refusal(&mut self) {
-        if let Some(stage) = &mut self.mmu.stage {
-            stage.refused = None;
-        }
-    }
-
     /// Notes in L1's log that L2 makes a page dirty, and sets its flag: the access is done again.
     #[cold]
     #[inline(never)]
@@ -585,24 +595,5 @@ impl<B: Backend> Vcpu<B> {
         let undelivered = self.b.cancel_injection().or(self.events.again);
         self.refuse_outside(at, why, undelivered);
         true
-    }
-}
-
-/// What KVM_TRANSLATE asks of a vCPU that runs L2.
-impl<B: Backend> Vcpu<B> {
-    /// Where a linear address of L2's leads: L1-physical, whether both translations let it be written, and whether L2's
-    /// lets a program access it.
-    #[cold]
-    pub(crate) fn probe_of_l2(
-        &self,
-        tables: &Tables,
-        context: &PagingContext,
-        linear: u64,
-    ) -> Option<(u64, bool, bool)> {
-        let stage = SecondStage::probing(&*self.mmu.memory, *tables);
-        let found = walk::probe(&stage, context, linear, walk::Access::READ).ok()?;
-        let access = tables.access(found.gpa, walk::AccessKind::Read, Part::Page);
-        let stage = probe(&*self.mmu.memory, tables, &access).ok()?;
-        Some((stage.gpa.0, found.writable && stage.writable, found.user))
     }
 }

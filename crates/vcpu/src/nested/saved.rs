@@ -6,7 +6,9 @@
 use backend::{Backend, Nested, NestedState, Unrestorable};
 use x86::cpuid::feature;
 
-use super::memory::Whole;
+use super::{
+    events::tell_activity, memory::Whole, paging::has_pdptes_of_l1, transition::owes_trap,
+};
 use crate::{Vcpu, apic::stop_serving_apic, paging::pdptes::is_pae, run::events::Outer};
 
 impl<B: Backend> Vcpu<B> {
@@ -20,7 +22,7 @@ impl<B: Backend> Vcpu<B> {
     /// # Errors
     /// There is no memory to make it, or too little room.
     pub fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Unrestorable> {
-        self.tell_activity();
+        tell_activity(&mut self.b, self.shared.mp_state());
         self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
             nested.save_state(&v.gprs, into, &Whole::new(&v.mmu.memory, None))
@@ -58,7 +60,7 @@ impl<B: Backend> Vcpu<B> {
         // CR0, CR4 and EFER may be another level's.
         self.mmu.note_role(&self.b);
         self.find_pdptes();
-        if self.owes_trap() || self.b.nested().is_some_and(NestedState::is_unsettled) {
+        if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }
@@ -86,7 +88,7 @@ impl<B: Backend> Vcpu<B> {
         let c = self.b.control();
         if self.b.pdptes().is_some()
             && is_pae(c.cr0, c.cr4, c.efer)
-            && !self.has_pdptes_of_l1()
+            && !has_pdptes_of_l1(&self.b)
             && self.load_pdptes(c.cr3).is_err()
         {
             self.rare.pdptes_due = true;

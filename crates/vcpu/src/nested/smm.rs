@@ -6,22 +6,25 @@
 use backend::{Backend, Nested, NestedState};
 use x86::{Efer, Gpa, cpuid::feature};
 
-use super::memory::Whole;
+use super::{memory::Whole, transition::owes_trap};
 use crate::{
     Vcpu,
     run::events::Outer,
+    state::msrs::Msrs,
     state::smm::{NoSaveArea, SavedCpu},
 };
 
-impl<B: Backend> Vcpu<B> {
+impl Msrs {
     /// Where L1 has its own state kept: by VM_HSAVE_PA. Intel has no such page.
     fn host_save_area(&self) -> Gpa {
-        Gpa(self.msrs.store.vm_hsave_pa())
+        Gpa(self.store.vm_hsave_pa())
     }
+}
 
+impl<B: Backend> Vcpu<B> {
     /// Before the memory of the mode is seen: L2's run, if it runs, ends. Where L1 describes L2.
     pub(crate) fn put_l2_aside(&mut self) -> Result<Option<Gpa>, NoSaveArea> {
-        let kept = self.host_save_area();
+        let kept = self.msrs.host_save_area();
         // Asked before, for afterwards L1 runs.
         let ran = self.pending.after_exit.is_nested();
         let l2 = self.across_levels(|v| {
@@ -46,14 +49,14 @@ impl<B: Backend> Vcpu<B> {
         if l2.is_some() && !cpu.efer.is_some_and(|efer| efer.contains(Efer::SVME)) {
             return false;
         }
-        let kept = self.host_save_area();
+        let kept = self.msrs.host_save_area();
         let done = self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return true };
             let l1 = Whole::new(&v.mmu.memory, None);
             nested.leave_smm(&mut v.gprs, kept, l2, &l1)
         });
         self.level_changed();
-        if self.owes_trap() || self.b.nested().is_some_and(NestedState::is_unsettled) {
+        if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);
         }
         done

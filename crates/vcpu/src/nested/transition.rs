@@ -6,7 +6,7 @@ use backend::{
 use host::gup::fault_in;
 use mmu::Section;
 use vm::memory::FaultAccess;
-use vm::vcpu_shared::MpState;
+use vm::vcpu_shared::{MpState, VcpuShared};
 use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
 
 use super::memory::{Mapped, Whole};
@@ -30,6 +30,29 @@ fn needs_next_rip<B: Nesting>(_: &B) -> bool {
 #[inline]
 fn may_own_exceptions(debugging: u32) -> bool {
     debugging != 0 || host::hostcpu::detects_split_locks()
+}
+
+/// What hears of each instruction of L2's, where the instruction set has that.
+fn monitor_trap<B: Backend>(b: &B) -> Option<&<B::Nested as Nested>::MonitorTrap> {
+    b.nested().and_then(Nested::monitor_trap)
+}
+
+/// Whether L1 is owed an exit behind an instruction of L2's.
+pub(crate) fn owes_trap(b: &impl Backend) -> bool {
+    monitor_trap(b).is_some_and(MonitorTrap::owes_trap)
+}
+
+/// Whether guests of the guest's may run with these registers.
+pub(crate) fn is_virtualization_on(b: &impl Backend, efer: Efer, cr4: Cr4) -> bool {
+    b.nested().is_some_and(|nested| nested.is_on(efer, cr4))
+}
+
+/// L1 does not sleep because L2 has halted.
+#[inline]
+fn end_halt_of_l2(shared: &VcpuShared) {
+    if matches!(shared.mp_state(), MpState::Halted | MpState::InitReceived) {
+        shared.set_mp_state(MpState::Runnable);
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -295,16 +318,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether L2 runs, and L1 is to hear of each of its instructions.
     pub(crate) fn traps_each(&self) -> bool {
         self.pending.after_exit.is_nested()
-            && self.monitor_trap().is_some_and(MonitorTrap::traps_each)
-    }
-
-    fn monitor_trap(&self) -> Option<&<B::Nested as Nested>::MonitorTrap> {
-        self.b.nested().and_then(Nested::monitor_trap)
-    }
-
-    /// Whether L1 is owed an exit behind an instruction of L2's.
-    pub(crate) fn owes_trap(&self) -> bool {
-        self.monitor_trap().is_some_and(MonitorTrap::owes_trap)
+            && monitor_trap(&self.b).is_some_and(MonitorTrap::traps_each)
     }
 
     /// L1 is owed an exit behind what L2 has just done.
@@ -355,14 +369,6 @@ impl<B: Backend> Vcpu<B> {
             && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new, by))
     }
 
-    /// L1 does not sleep because L2 has halted.
-    #[inline]
-    fn end_halt_of_l2(&mut self) {
-        if matches!(self.shared.mp_state(), MpState::Halted | MpState::InitReceived) {
-            self.shared.set_mp_state(MpState::Runnable);
-        }
-    }
-
     /// L1 single-steps over its VMRUN, which has ended. VMX clears RFLAGS.
     fn step_over_entry(&mut self) {
         if self.b.rflags().contains(Rflags::TF) && !self.rare.debug.single_step {
@@ -410,7 +416,7 @@ impl<B: Backend> Vcpu<B> {
                     self.b.prediction_barrier();
                 }
                 self.cross();
-                self.end_halt_of_l2();
+                end_halt_of_l2(&self.shared);
                 if needs_next_rip(&self.b) {
                     self.step_over_entry();
                 }
@@ -429,7 +435,7 @@ impl<B: Backend> Vcpu<B> {
             Executed::Outside | Executed::NoPage | Executed::Flushes => return Next::Leave,
             Executed::Shutdown => {
                 self.level_changed();
-                self.end_halt_of_l2();
+                end_halt_of_l2(&self.shared);
                 self.events.outer.set(Outer::TRIPLE_FAULT, true);
                 self.pending.raise();
             }
@@ -477,7 +483,7 @@ impl<B: Backend> Vcpu<B> {
         // They were L2's: L1 has not begun to take them.
         (self.events.again, self.events.exception) = (None, None);
         self.level_changed();
-        self.end_halt_of_l2();
+        end_halt_of_l2(&self.shared);
     }
 
     /// L1 runs, whatever ran, since user space takes SVM or VMX from it. Registers that user space has set before
@@ -491,11 +497,6 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0 = gprs;
         self.b.set_rip(rip);
         self.b.set_rflags(rflags);
-    }
-
-    /// Whether guests of the guest's may run with these registers.
-    pub(crate) fn is_virtualization_on(&self, efer: Efer, cr4: Cr4) -> bool {
-        self.b.nested().is_some_and(|nested| nested.is_on(efer, cr4))
     }
 
     /// Notes which level runs, and whether events are asked where they go.

@@ -9,7 +9,7 @@ use host::{
 };
 use vm::vcpu_shared::{Request, SharedVcpu};
 
-use crate::Vcpu;
+use crate::{Rare, Vcpu};
 
 /// Wakes a vCPU.
 pub(crate) struct Wake(SharedVcpu);
@@ -27,6 +27,15 @@ impl TimerHandler for Wake {
     fn expired(&self) -> Option<u64> {
         self.0.request_and_kick(Request::Event);
         None
+    }
+}
+
+impl Rare {
+    /// The thread sleeps no more.
+    pub(crate) fn disarm_nested_wake(&self) {
+        if let Some(timer) = &self.nested_wake {
+            timer.0.cancel();
+        }
     }
 }
 
@@ -60,13 +69,6 @@ impl<B: Backend> Vcpu<B> {
             Some(timer) => timer.0.start(at.min(i64::MAX as u64)),
             // Without memory the thread looks again and again.
             None => self.shared.request(Request::Event),
-        }
-    }
-
-    /// The thread sleeps no more.
-    pub(crate) fn disarm_nested_wake(&mut self) {
-        if let Some(timer) = &self.rare.nested_wake {
-            timer.0.cancel();
         }
     }
 }

@@ -50,6 +50,14 @@ impl Mmu {
         self.stage.as_ref().and_then(|stage| stage.tables)
     }
 
+    /// What L1's tables have refused last is not accessed after all.
+    #[cold]
+    pub(crate) fn forget_refusal(&mut self) {
+        if let Some(stage) = &mut self.stage {
+            stage.refused = None;
+        }
+    }
+
     /// Hands over what the CPU logged of written pages. Before the mode says that the guest was left:
     /// who then looks at the dirty log finds it all there.
     #[cold]

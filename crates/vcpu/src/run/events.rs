@@ -36,6 +36,7 @@ use x86::{Exception, Rflags, Vector};
 use crate::{
     Vcpu,
     apic::{apic_is_served, served_interrupt_waits, stop_serving_apic},
+    nested::gate::{gate_of, interrupt_goes_somewhere},
     run::outcome::Next,
 };
 
@@ -284,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn interrupts_open_gated(&self) -> bool {
-        match self.gate_of(Waiting::Interrupt(None)) {
+        match gate_of(&self.b, Waiting::Interrupt(None)) {
             Gate::Deliver => !self.b.interrupt_shadow() && !self.b.injecting(),
             Gate::ExitToL1 | Gate::AfterEntry => true,
             Gate::Hold | Gate::Window => false,
@@ -313,9 +314,9 @@ impl<B: Backend> Vcpu<B> {
             || self.nmi_ends_l2()
             || self.shared.nmis() != 0
                 && !self.b.nmi_masked()
-                && self.gate_of(Waiting::Nmi) == Gate::Deliver
-            || self.events.outer.has(Outer::SMI) && self.gate_of(Waiting::Smi) != Gate::Hold
-            || self.interrupt_goes_somewhere() && self.interrupt_waits()
+                && gate_of(&self.b, Waiting::Nmi) == Gate::Deliver
+            || self.events.outer.has(Outer::SMI) && gate_of(&self.b, Waiting::Smi) != Gate::Hold
+            || interrupt_goes_somewhere(&self.b) && self.interrupt_waits()
             || self.l2_stays_awake()
     }
 

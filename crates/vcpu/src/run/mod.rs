@@ -22,6 +22,7 @@ use x86::{Reset, Rflags};
 use crate::{
     Rare, Vcpu,
     exits::code::CodeState as _,
+    nested::events::tell_activity,
     run::events::{Outer, interrupts_open},
     run::outcome::{Break, Left, Other, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
@@ -76,7 +77,7 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
         if !self.halted {
             return;
         }
-        vcpu.disarm_nested_wake();
+        vcpu.rare.disarm_nested_wake();
         let stats = &vcpu.stats;
         let add = |what, which, ns| {
             stats.add(what, ns);
@@ -452,7 +453,7 @@ impl<B: Backend> Vcpu<B> {
                     if !self.shared.in_kernel_apic && self.pending.after_exit.is_nested() =>
                 {
                     self.shared.set_mp_state(MpState::Runnable);
-                    self.tell_activity();
+                    tell_activity(&mut self.b, self.shared.mp_state());
                     return Err(UserExit::Hlt.into());
                 }
                 MpState::Halted

@@ -11,7 +11,13 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, exits::code::CodeState as _, run::events::Outer, state::smm::SavedSmi};
+use crate::{
+    Vcpu,
+    exits::code::CodeState as _,
+    nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
+    run::events::Outer,
+    state::smm::SavedSmi,
+};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +182,7 @@ impl<B: Backend> Vcpu<B> {
             self.set_apic_base(s.apic_base, By::Vmm).map_err(|_| Invalid)?;
         }
         // Before any register is set: those of the level that runs are.
-        if !self.is_virtualization_on(s.efer, s.cr4) {
+        if !is_virtualization_on(&self.b, s.efer, s.cr4) {
             self.abandon_l2_for_user();
         }
         self.put_sregs(s);
@@ -319,7 +325,7 @@ impl<B: Backend> Vcpu<B> {
     /// Sets whether the vCPU runs, halts or waits to be started (KVM_SET_MP_STATE).
     pub fn set_mp_state(&mut self, state: MpState) {
         self.shared.set_mp_state(state);
-        self.tell_activity();
+        tell_activity(&mut self.b, self.shared.mp_state());
         // KVM_RUN looks at the state anew, whatever it slept for.
         self.shared.request(Request::Event);
     }
@@ -452,7 +458,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.b.paging_context(&self.cpuid);
         if let Some(tables) = self.mmu.l1_tables() {
-            return self.probe_of_l2(&tables, &context, linear);
+            return probe_of_l2(&self.mmu.memory, &tables, &context, linear);
         }
         if !context.is_paging() {
             // As it is asked for; but the last one is stock KVM's mark of no address.

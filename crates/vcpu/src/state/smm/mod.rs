@@ -19,6 +19,7 @@ use x86::{
 use super::{debug::Debug, msrs::Msrs};
 use crate::{
     Vcpu,
+    nested::gate::gate_of,
     run::events::{Events, Outer},
     run::outcome::Outcome,
     run::user_exit::UserExit,
@@ -122,12 +123,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
-    /// into the guest goes first, see [`Vcpu::hurry_smi`].
+    /// into the guest goes first, see [`Events::hurry_smi`].
     pub(crate) fn take_smi(&mut self) -> Outcome {
         let busy = self.b.injecting()
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || self.pending.gated && self.gate_of(Waiting::Smi) != Gate::Deliver
+            || self.pending.gated && gate_of(&self.b, Waiting::Smi) != Gate::Deliver
             // One that waits for a SIPI takes none; the SMI stays pending.
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
         if busy || !self.events.outer.has(Outer::SMI) {
@@ -404,7 +405,7 @@ impl<B: Backend> Vcpu<B> {
         let by_l1 = if self.pending.after_exit.is_nested() {
             self.b.nested().is_some_and(|nested| nested.asleep().is_none())
         } else {
-            self.gate_of(Waiting::Init) == Gate::Hold
+            gate_of(&self.b, Waiting::Init) == Gate::Hold
         };
         smi.smm || smi.pending || by_l1
     }
