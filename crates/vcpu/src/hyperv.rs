@@ -5,14 +5,17 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Backend, Enlightenment, FlushTold, Nested, RAX, RCX, RDX};
+use backend::{Backend, Enlightenment, FlushTold, Gprs, Nested, RAX, RCX, RDX};
+use cpuid::GuestCpuid;
 use mmu::FlushRemote as _;
 use msr::By;
 use pv::hyperv::{Control, ENABLE, code, page, status};
 use vm::vcpus::MAX_VCPUS;
 use x86::{Cr0, Exception, apic::reg, msr as number};
 
-use crate::{Vcpu, exits::code::CodeState as _, run::outcome::Outcome, state::msrs::Refused};
+use crate::{
+    Offered, Vcpu, exits::code::CodeState as _, run::outcome::Outcome, state::msrs::Refused,
+};
 
 /// What a vCPU's guest and VMM have set.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,6 +26,34 @@ pub(crate) struct HyperV {
     vp_index: Option<u32>,
     /// The MSR of the VP assist page.
     assist: u64,
+}
+
+impl Offered {
+    /// Whether Hyper-V's MSRs are there for who asks.
+    fn has_hyperv_msrs(&self, cpuid: &GuestCpuid, by: By) -> bool {
+        self.msrs.hyperv && (by == By::Vmm || cpuid.hyperv().interface)
+    }
+}
+
+/// Whether the code at RIP may make hypercalls: in protected mode, at CPL 0.
+fn may_call(b: &impl Backend) -> bool {
+    b.cpl() == 0 && b.cr0().contains(Cr0::PE)
+}
+
+/// The control word of a hypercall that the code at RIP makes.
+fn control(gprs: &Gprs, long: bool) -> Control {
+    let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| gprs.get(i));
+    Control(if long { rcx } else { rdx << 32 | rax & 0xffff_ffff })
+}
+
+/// Sets the answer to a hypercall.
+fn set_answer(gprs: &mut Gprs, long: bool, answer: u64) {
+    if long {
+        gprs.0[RAX] = answer;
+    } else {
+        gprs.0[RAX] = answer & 0xffff_ffff;
+        gprs.0[RDX] = answer >> 32;
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -58,14 +89,9 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Whether the MSRs are there for who asks.
-    fn has_hyperv_msrs(&self, by: By) -> bool {
-        self.rare.offered.msrs.hyperv && (by == By::Vmm || self.cpuid.hyperv().interface)
-    }
-
     #[cold]
     pub(crate) fn read_hyperv_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
-        if !self.has_hyperv_msrs(by) {
+        if !self.rare.offered.has_hyperv_msrs(&self.cpuid, by) {
             return Err(Refused);
         }
         if index == number::HV_TPR {
@@ -97,7 +123,7 @@ impl<B: Backend> Vcpu<B> {
         value: u64,
         by: By,
     ) -> Result<(), Refused> {
-        if !self.has_hyperv_msrs(by) {
+        if !self.rare.offered.has_hyperv_msrs(&self.cpuid, by) {
             // A VMM that restores what another host's list named.
             let restored = by == By::Vmm && value == 0;
             return if restored { Ok(()) } else { Err(Refused) };
@@ -167,36 +193,16 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// The control word of a hypercall that the code at RIP makes.
-    fn hyperv_control(&self, long: bool) -> Control {
-        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.get(i));
-        Control(if long { rcx } else { rdx << 32 | rax & 0xffff_ffff })
-    }
-
-    fn set_hyperv_answer(&mut self, long: bool, answer: u64) {
-        if long {
-            self.gprs.0[RAX] = answer;
-        } else {
-            self.gprs.0[RAX] = answer & 0xffff_ffff;
-            self.gprs.0[RDX] = answer >> 32;
-        }
-    }
-
-    /// Whether the code at RIP may make hypercalls: in protected mode, at CPL 0.
-    fn may_call_hyperv(&self) -> bool {
-        self.b.cpl() == 0 && self.b.cr0().contains(Cr0::PE)
-    }
-
     /// A hypercall of L1's, of which there is none. It needs nothing of the kernel.
     #[cold]
     #[inline(never)]
     pub(crate) fn do_hyperv_call(&mut self) -> Result<(), Exception> {
-        if !self.may_call_hyperv() {
+        if !may_call(&self.b) {
             return Err(Exception::ud());
         }
         let long = self.b.is_64bit_code();
-        let answer = self.hyperv_control(long).answer();
-        self.set_hyperv_answer(long, answer);
+        let answer = control(&self.gprs, long).answer();
+        set_answer(&mut self.gprs, long, answer);
         Ok(())
     }
 
@@ -205,20 +211,20 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn flush_for_l2(&mut self) -> Outcome {
-        if !self.may_call_hyperv() {
+        if !may_call(&self.b) {
             self.raise(Exception::ud());
             return Ok(());
         }
         let next = self.slow_next_rip()?;
         let long = self.b.is_64bit_code();
-        let mut answer = self.hyperv_control(long).flushed();
+        let mut answer = control(&self.gprs, long).flushed();
         if answer & 0xffff == status::SUCCESS {
             self.vm.flush_remote();
             if self.tell_flush(false) == FlushTold::Nowhere {
                 answer = status::INVALID_INPUT;
             }
         }
-        self.set_hyperv_answer(long, answer);
+        set_answer(&mut self.gprs, long, answer);
         self.retire(next);
         if answer & 0xffff == status::SUCCESS
             && let FlushTold::Yes(done) = self.tell_flush(true)

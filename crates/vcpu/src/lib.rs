@@ -167,7 +167,7 @@ impl<B: Backend> Vcpu<B> {
         this.follow_fewer_exits();
         // A vCPU that never gets a CPUID has to be in force as well: all that exists for nobody exits.
         this.apply_cpuid();
-        this.init_timer();
+        time::init_timer(&this.b, &this.shared.lapic);
         Ok(this)
     }
 

@@ -16,6 +16,7 @@ use pv::{
     msr::{AsyncPf, PvMsr},
 };
 use vm::{
+    VmRef,
     irq::Irqchip,
     memory::{MemoryError, VmMemory},
     vcpu_shared::Request,
@@ -35,6 +36,13 @@ use crate::{
 pub(crate) struct GuestPage<'a> {
     pub(crate) memory: &'a VmMemory,
     pub(crate) at: Gpa,
+}
+
+impl<'a> GuestPage<'a> {
+    /// The structure at `at` in the memory of `vm`.
+    fn of(vm: &'a VmRef, at: Gpa) -> Self {
+        Self { memory: vm.memory(), at }
+    }
 }
 
 impl Shared for GuestPage<'_> {
@@ -89,24 +97,42 @@ impl PvState {
         !self.enforced || cpuid.has(service)
     }
 
+    /// Whether the MSR is one of a service that the guest may use.
+    fn allows_msr(&self, cpuid: &GuestCpuid, index: u32) -> bool {
+        let service = match index {
+            number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
+            number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => feature::KVM_CLOCKSOURCE2,
+            number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
+            number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
+            number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
+            number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
+            number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
+            number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
+            _ => return true,
+        };
+        self.allows(cpuid, service)
+    }
+
     /// Whether the guest polls itself when it halts (MSR_KVM_POLL_CONTROL).
     pub(crate) fn guest_polls(&self) -> bool {
         self.poll_off
     }
 }
 
-impl<B: Backend> Vcpu<B> {
-    fn guest_page(&self, at: Gpa) -> GuestPage<'_> {
-        GuestPage { memory: self.vm.memory(), at }
-    }
+/// Publishes the time at which the VM began, for the clock that counts from there.
+fn publish_wall_clock(vm: &VmRef, at: Gpa) {
+    let (guest_ns, host) = vm.clock_now();
+    let _ = WallClock::publish(&GuestPage::of(vm, at), host.real_ns, guest_ns);
+}
 
+impl<B: Backend> Vcpu<B> {
     /// Publishes the clock page, if the guest has one.
     pub(crate) fn publish_clock(&mut self) {
         let Some(at) = self.pv.clock_page else { return };
         let sample =
             self.vm.clock_sample(Scale::from_khz(self.rare.tsc.khz), |host| self.b.guest_tsc(host));
         let stopped = core::mem::take(&mut self.pv.stopped);
-        let _ = ClockPage::publish(&self.guest_page(at), &sample, stopped);
+        let _ = ClockPage::publish(&GuestPage::of(&self.vm, at), &sample, stopped);
     }
 
     /// Before every entry from the outer loop: the lazy deadline's page, and steal time.
@@ -121,7 +147,7 @@ impl<B: Backend> Vcpu<B> {
             && let Some(at) = self.pv.steal.page()
         {
             let mut steal = self.pv.steal;
-            let _ = steal.update(&self.guest_page(at), delay);
+            let _ = steal.update(&GuestPage::of(&self.vm, at), delay);
             self.pv.steal = steal;
         }
     }
@@ -200,7 +226,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(at) = self.pv.eoi.flag() else { return };
         let mut eoi = self.pv.eoi;
         // A page that is gone leaves the interrupt in service: the guest ends it by the APIC.
-        let ended = eoi.collect(&self.guest_page(at)).unwrap_or(false);
+        let ended = eoi.collect(&GuestPage::of(&self.vm, at)).unwrap_or(false);
         self.pv.eoi = eoi;
         if ended {
             let effect = self.shared.lapic.eoi();
@@ -208,26 +234,10 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Whether the MSR is one of a service that the guest may use.
-    fn pv_msr_allowed(&self, index: u32) -> bool {
-        let service = match index {
-            number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
-            number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => feature::KVM_CLOCKSOURCE2,
-            number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
-            number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
-            number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
-            number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
-            number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
-            number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
-            _ => return true,
-        };
-        self.pv.allows(&self.cpuid, service)
-    }
-
     // Out of line: in line it needs registers that every RDMSR in the loop would save.
     #[inline(never)]
     pub(crate) fn read_pv_msr(&self, index: u32, by: By) -> Result<u64, Refused> {
-        if !self.pv_msr_allowed(index) {
+        if !self.pv.allows_msr(&self.cpuid, index) {
             // A VMM that saves what the list names must be able to.
             let saved = by == By::Vmm && msr::lists::SAVED.contains(&index);
             return if saved { Ok(0) } else { Err(Refused) };
@@ -238,7 +248,7 @@ impl<B: Backend> Vcpu<B> {
             number::KVM_STEAL_TIME => self.pv.steal_msr,
             number::KVM_PV_EOI_EN => self.pv.eoi_msr,
             number::KVM_POLL_CONTROL => u64::from(!self.pv.poll_off),
-            number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(by)?,
+            number::KVM_LAZY_TSC_DEADLINE => self.time.read_lazy_deadline_msr(&self.cpuid, by)?,
             number::KVM_ASYNC_PF_EN => self.pv.async_pf_msr,
             number::KVM_ASYNC_PF_INT => self.pv.async_pf_vector_msr,
             number::KVM_ASYNC_PF_ACK => 0,
@@ -247,7 +257,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn write_pv_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
-        if !self.pv_msr_allowed(index) {
+        if !self.pv.allows_msr(&self.cpuid, index) {
             let restored = by == By::Vmm && value == 0 && msr::lists::SAVED.contains(&index);
             return if restored { Ok(()) } else { Err(Refused) };
         }
@@ -256,7 +266,7 @@ impl<B: Backend> Vcpu<B> {
             PvMsr::WallClock(at) => {
                 self.pv.wall_clock_msr = value;
                 if let Some(at) = at {
-                    self.publish_wall_clock(at);
+                    publish_wall_clock(&self.vm, at);
                 }
             }
             PvMsr::SystemTime(at) => {
@@ -276,7 +286,7 @@ impl<B: Backend> Vcpu<B> {
                     && by == By::Guest
                 {
                     let mut steal = self.pv.steal;
-                    let _ = steal.update(&self.guest_page(at), task::run_delay_ns());
+                    let _ = steal.update(&GuestPage::of(&self.vm, at), task::run_delay_ns());
                     self.pv.steal = steal;
                 }
             }
@@ -297,11 +307,6 @@ impl<B: Backend> Vcpu<B> {
             PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, by)?,
         }
         Ok(())
-    }
-
-    fn publish_wall_clock(&self, at: Gpa) {
-        let (guest_ns, host) = self.vm.clock_now();
-        let _ = WallClock::publish(&self.guest_page(at), host.real_ns, guest_ns);
     }
 
     #[inline]
@@ -411,7 +416,7 @@ impl<B: Backend> Vcpu<B> {
                     return Err(HypercallError::NotSupported);
                 }
                 let pairing = ClockPairing::new(now.real_ns, self.b.guest_tsc(now.tsc));
-                self.guest_page(address)
+                GuestPage::of(&self.vm, address)
                     .write(0, pairing.as_bytes())
                     .map_err(|_| HypercallError::Fault)?;
                 Ok(0)

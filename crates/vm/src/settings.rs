@@ -98,4 +98,16 @@ impl Settings {
     pub fn mwait_never_faults(&self) -> bool {
         self.has_quirk(quirk::MWAIT_NEVER_UD_FAULTS)
     }
+
+    /// Whether the guest does not see PLATFORM_INFO (KVM_CAP_MSR_PLATFORM_INFO).
+    #[cold]
+    #[inline(never)]
+    pub fn hides_platform_info(&self) -> bool {
+        self.platform_info_hidden.load(Relaxed)
+    }
+
+    /// Whether APIC ids in saved register pages have 32 bits (KVM_CAP_X2APIC_API).
+    pub fn has_wide_apic_ids(&self) -> bool {
+        self.x2apic_api.load(Relaxed) & 1 != 0
+    }
 }

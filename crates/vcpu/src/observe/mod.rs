@@ -137,6 +137,42 @@ pub(crate) fn tell_mmio(kind: Mmio, gpa: u64, data: &[u8]) {
     }
 }
 
+impl Observation {
+    /// KVM_RUN returns, observed.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn observe_return(&mut self, device: &Device, exit: &UserExit, watch: Observed) {
+        // What user space is asked for is told of here, or when it is answered.
+        self.before = None;
+        match *exit {
+            UserExit::Io { write: false, size, port, count } => {
+                self.asked = Asked::Port { port, size, count };
+            }
+            UserExit::Io { write: true, size, port, count } if watch.pio() => {
+                let value = mask(u64::from_le_bytes(device.io_data), size);
+                trace::pio(Direction::Write, port, size, count, value as u32);
+            }
+            UserExit::Mmio { write: false, gpa, len, .. } => {
+                self.asked = Asked::Memory { gpa, len };
+                if watch.mmio() {
+                    trace::mmio(Mmio::Unsatisfied, len.into(), gpa, 0);
+                }
+            }
+            UserExit::Mmio { write: true, gpa, len, data } if watch.mmio() => {
+                trace::mmio(Mmio::Write, len.into(), gpa, u64::from_le_bytes(data));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// What a trace tells of the last exit.
+fn exit_record(b: &impl Backend, vcpu_id: u32) -> ExitRecord {
+    let (code, [info1, info2], event, event_error) = b.exit_record();
+    let rip = b.rip();
+    ExitRecord { rip, info1, info2, code: code as u32, event, event_error, vcpu_id }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// The loop is about to be entered, observed. False: leave at once.
     #[cold]
@@ -198,7 +234,7 @@ impl<B: Backend> Vcpu<B> {
         if !watch.exit() && taken.is_none() {
             return;
         }
-        let record = self.exit_record();
+        let record = exit_record(&self.b, self.shared.id);
         let ((), next) = self.with_kernel(|_| {
             if let Some(vector) = taken {
                 trace::inj_virq(vector.0);
@@ -247,12 +283,6 @@ impl<B: Backend> Vcpu<B> {
             work |= next == Next::Done;
         }
         !work
-    }
-
-    fn exit_record(&self) -> ExitRecord {
-        let (code, [info1, info2], event, event_error) = self.b.exit_record();
-        let (rip, vcpu_id) = (self.b.rip(), self.shared.id);
-        ExitRecord { rip, info1, info2, code: code as u32, event, event_error, vcpu_id }
     }
 
     /// What was asked for, and what became of it. `inside`: in the inner loop.
@@ -318,33 +348,6 @@ impl<B: Backend> Vcpu<B> {
         let asked = core::mem::take(&mut self.observation.asked);
         if self.device.user_io.completion != Completion::Nothing {
             tell_user_answer(&self.device, watch, asked, input.mmio_data);
-        }
-    }
-
-    /// KVM_RUN returns, observed.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn observe_return(&mut self, exit: &UserExit, watch: Observed) {
-        // What user space is asked for is told of here, or when it is answered.
-        self.observation.before = None;
-        match *exit {
-            UserExit::Io { write: false, size, port, count } => {
-                self.observation.asked = Asked::Port { port, size, count };
-            }
-            UserExit::Io { write: true, size, port, count } if watch.pio() => {
-                let value = mask(u64::from_le_bytes(self.device.io_data), size);
-                trace::pio(Direction::Write, port, size, count, value as u32);
-            }
-            UserExit::Mmio { write: false, gpa, len, .. } => {
-                self.observation.asked = Asked::Memory { gpa, len };
-                if watch.mmio() {
-                    trace::mmio(Mmio::Unsatisfied, len.into(), gpa, 0);
-                }
-            }
-            UserExit::Mmio { write: true, gpa, len, data } if watch.mmio() => {
-                trace::mmio(Mmio::Write, len.into(), gpa, u64::from_le_bytes(data));
-            }
-            _ => {}
         }
     }
 }

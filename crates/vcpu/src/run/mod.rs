@@ -145,7 +145,7 @@ impl<B: Backend> Vcpu<B> {
             self.stats.count(what);
         }
         if watch.any() {
-            self.observe_return(&exit, watch);
+            self.observation.observe_return(&self.device, &exit, watch);
         }
         exit
     }

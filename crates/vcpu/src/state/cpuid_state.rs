@@ -83,7 +83,7 @@ impl<B: Backend> Vcpu<B> {
     /// Derives what a new table lets the guest do.
     pub(crate) fn apply_cpuid(&mut self) {
         // First, for it takes SVM out of the table that the limits are made of.
-        self.follow_vm_cr();
+        self.msrs.follow_vm_cr(&mut self.cpuid);
         let c = &self.cpuid;
         let f = |feature| c.has(feature);
         let limits = GuestLimits {

@@ -1,16 +1,17 @@
 //! RDMSR and WRMSR: which floor an MSR belongs to, and what a write asks for beside its value.
 
 use backend::{Backend, Nested, RCX};
+use cpuid::GuestCpuid;
 use host::KBox;
 use irqchip::lapic::BaseRules;
 use mmu::Section;
-use msr::{By, Class, Effect, GuestFacts, MsrStore};
+use msr::{By, Class, Effect, MsrStore};
 use stats::VcpuCount;
 use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, LAST_BRANCH_FROM, LAST_INT_TO, MISC_ENABLE, PAT,
     PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
-use x86::{Direction, Efer, Exception};
+use x86::{Direction, Efer, Exception, cpuid::feature};
 
 use crate::{Vcpu, run::events::Outer, run::outcome::Next};
 
@@ -29,11 +30,40 @@ pub(crate) struct Msrs {
     pub cpuid_faults: bool,
 }
 
-impl<B: Backend> Vcpu<B> {
-    fn facts(&self) -> &GuestFacts {
-        self.cpuid.msr_facts()
+impl Msrs {
+    /// EFER.SVME cannot be set while VM_CR says so.
+    pub(crate) fn follow_vm_cr(&self, cpuid: &mut GuestCpuid) {
+        if self.store.is_svm_disabled() {
+            cpuid.disable_svm();
+        }
     }
+}
 
+/// Reads an MSR that the backend keeps.
+fn read_backend_msr(
+    b: &mut impl Backend,
+    cpuid: &GuestCpuid,
+    index: u32,
+    by: By,
+) -> Result<u64, Refused> {
+    match index {
+        TSC => {
+            let tsc = b.host_tsc();
+            // User space reads L1's, whoever runs.
+            let of_l2 = b.nested().filter(|_| by == By::Guest).and_then(|n| n.tsc_of_l2(tsc));
+            Ok(of_l2.unwrap_or_else(|| b.guest_tsc(tsc)))
+        }
+        EFER => Ok(b.control().efer.bits()),
+        TSC_AUX if by == By::Guest && !cpuid.has_tsc_aux() => Err(Refused),
+        XSS if by == By::Guest && !cpuid.has(feature::XSAVES) => Err(Refused),
+        SPEC_CTRL if by == By::Guest && !cpuid.has_spec_ctrl() => Err(Refused),
+        // Nothing is recorded where the backend does not know them.
+        LAST_BRANCH_FROM..=LAST_INT_TO => Ok(b.msr(index).unwrap_or(0)),
+        _ => b.msr(index).map_err(|_| Refused),
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
     /// RDMSR inside the loop.
     pub(crate) fn answer_rdmsr(&mut self, s: Section<'_>) -> Next {
         /// The one register whose value needs the kernel's clock.
@@ -112,7 +142,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
-        if !self.has_deadline() {
+        if !self.cpuid.has(feature::TSC_DEADLINE) {
             return self.msr_refused();
         }
         let value = self.gprs.edx_eax();
@@ -162,14 +192,10 @@ impl<B: Backend> Vcpu<B> {
         self.write_msr(index, value, By::Guest).map_err(|_| Exception::gp(0))
     }
 
-    fn has_deadline(&self) -> bool {
-        self.cpuid.has(x86::cpuid::feature::TSC_DEADLINE)
-    }
-
     /// Reads an MSR; `by` the VMM: for KVM_GET_MSRS, which asks no questions of CPUID.
     pub fn read_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
         match msr::classify(index) {
-            Class::Backend => self.read_backend_msr(index, by),
+            Class::Backend => read_backend_msr(&mut self.b, &self.cpuid, index, by),
             Class::X2Apic => {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
@@ -180,18 +206,22 @@ impl<B: Backend> Vcpu<B> {
             Class::Apic => match index {
                 APIC_BASE => Ok(self.shared.lapic.base()),
                 TSC_DEADLINE if by == By::Vmm => Ok(self.newest_deadline()),
-                TSC_DEADLINE if self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
+                TSC_DEADLINE if self.cpuid.has(feature::TSC_DEADLINE) => {
+                    Ok(self.shared.lapic.tsc_deadline())
+                }
                 _ => Err(Refused),
             },
             Class::Pv => self.read_pv_msr(index, by),
             Class::HyperV => self.read_hyperv_msr(index, by),
             Class::Store
-                if index == PLATFORM_INFO && by == By::Guest && self.platform_info_is_hidden() =>
+                if index == PLATFORM_INFO
+                    && by == By::Guest
+                    && self.vm.settings.hides_platform_info() =>
             {
                 Err(Refused)
             }
             Class::Store | Class::Outside => {
-                self.msrs.store.read(index, by, self.facts()).map_err(|_| Refused)
+                self.msrs.store.read(index, by, self.cpuid.msr_facts()).map_err(|_| Refused)
             }
             // The backend's own last: the capability MSRs of VMX follow the vCPU's CPUID, which no table knows.
             Class::Unknown => {
@@ -199,31 +229,6 @@ impl<B: Backend> Vcpu<B> {
                 let nested = self.b.nested().filter(|_| by == By::Guest);
                 Ok(nested.map_or(value, |nested| nested.value_for_l1(index, value)))
             }
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn platform_info_is_hidden(&self) -> bool {
-        self.vm.settings.platform_info_hidden.load(core::sync::atomic::Ordering::Relaxed)
-    }
-
-    fn read_backend_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
-        match index {
-            TSC => {
-                let tsc = self.b.host_tsc();
-                // User space reads L1's, whoever runs.
-                let of_l2 =
-                    self.b.nested().filter(|_| by == By::Guest).and_then(|n| n.tsc_of_l2(tsc));
-                Ok(of_l2.unwrap_or_else(|| self.b.guest_tsc(tsc)))
-            }
-            EFER => Ok(self.b.control().efer.bits()),
-            TSC_AUX if by == By::Guest && !self.cpuid.has_tsc_aux() => Err(Refused),
-            XSS if by == By::Guest && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
-            SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
-            // Nothing is recorded where the backend does not know them.
-            LAST_BRANCH_FROM..=LAST_INT_TO => Ok(self.b.msr(index).unwrap_or(0)),
-            _ => self.b.msr(index).map_err(|_| Refused),
         }
     }
 
@@ -246,7 +251,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Class::Apic => match index {
                 APIC_BASE => self.set_apic_base(value, by).map_err(|_| Refused),
-                TSC_DEADLINE if by == By::Vmm || self.has_deadline() => {
+                TSC_DEADLINE if by == By::Vmm || self.cpuid.has(feature::TSC_DEADLINE) => {
                     if by == By::Guest {
                         self.stats.count(VcpuCount::TscDeadlineWrites);
                     }
@@ -286,21 +291,14 @@ impl<B: Backend> Vcpu<B> {
             return Err(Refused);
         }
         self.write_stored_msr(VM_CR, value, by)?;
-        self.follow_vm_cr();
+        self.msrs.follow_vm_cr(&mut self.cpuid);
         Ok(())
-    }
-
-    /// EFER.SVME cannot be set while VM_CR says so.
-    pub(crate) fn follow_vm_cr(&mut self) {
-        if self.msrs.store.is_svm_disabled() {
-            self.cpuid.disable_svm();
-        }
     }
 
     #[cold]
     #[inline(never)]
     fn write_misc_enable(&mut self, value: u64, by: By) -> Result<(), Refused> {
-        let mut facts = *self.facts();
+        let mut facts = *self.cpuid.msr_facts();
         // What needs SSE3 is that CPUID follows.
         facts.sse3 |= !self.vm.settings.monitor_follows_misc_enable();
         let effect = self.msrs.store.write(MISC_ENABLE, value, by, &facts).map_err(|_| Refused)?;
@@ -367,10 +365,12 @@ impl<B: Backend> Vcpu<B> {
             TSC_AUX if value >> 32 != 0 && !self.cpuid.vendor().is_amd_like() => Err(Refused),
             TSC_AUX => self.b.set_msr(index, u64::from(value as u32)).map_err(|_| Refused),
             // What a guest was not offered does not exist for it, not even for a write of zero.
-            XSS if by == By::Guest && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
+            XSS if by == By::Guest && !self.cpuid.has(feature::XSAVES) => Err(Refused),
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
             SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
-            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), by) => Err(Refused),
+            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.cpuid.msr_facts(), by) => {
+                Err(Refused)
+            }
             DEBUGCTL => self.write_debugctl(value),
             _ => {
                 // A CPU refuses one that is not canonical, and so would an entry.
@@ -390,7 +390,7 @@ impl<B: Backend> Vcpu<B> {
         // What pins showed on AMD's first CPUs, and later ones mean by other things or nothing.
         let ignored = if self.cpuid.vendor().is_amd_like() { debugctl::PINS } else { 0 };
         let value = value & !ignored;
-        let rtm = x86::cpuid::feature::RTM;
+        let rtm = feature::RTM;
         let regions = self.cpuid.has(rtm) && self.rare.offered.cpuid.has(rtm);
         let known = debugctl::LBR | debugctl::BTF | if regions { debugctl::RTM } else { 0 };
         if value & !known != 0 {
@@ -424,7 +424,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn set_apic_base(&mut self, value: u64, by: By) -> Result<(), Refused> {
         let rules = BaseRules {
             maxphyaddr: self.cpuid.maxphyaddr(),
-            x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
+            x2apic: self.cpuid.has(feature::X2APIC),
             host: by == By::Vmm,
         };
         if !self.shared.in_kernel_apic {

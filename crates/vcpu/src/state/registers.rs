@@ -9,13 +9,13 @@ use x86::{
     segment::{DescriptorTable, Segment},
 };
 
-use vm::vcpu_shared::{MpState, Request};
+use vm::vcpu_shared::{MpState, Request, VcpuShared};
 
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
     nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
-    run::events::Outer,
+    run::events::{Events, Outer},
     state::smm::SavedSmi,
 };
 
@@ -118,6 +118,23 @@ impl Sregs {
             && cr0.bits() & Cr0::HIGH == 0
             && cr0.is_consistent()
             && self.cr8 <= 15
+    }
+}
+
+impl Events {
+    /// The interrupt that the VMM gave, where no local APIC of ours has to take it first.
+    fn own_external(&self, shared: &VcpuShared) -> Option<Vector> {
+        if shared.in_kernel_apic { None } else { self.external }
+    }
+
+    /// Forgets the interrupt of a VMM with its own PIC, where no local APIC of ours has to take it first.
+    fn forget_interrupt(&mut self, shared: &VcpuShared) {
+        if !shared.in_kernel_apic {
+            self.external = None;
+            if matches!(self.again, Some(Event::Interrupt(_) | Event::Software(_))) {
+                self.again = None;
+            }
+        }
     }
 }
 
@@ -234,13 +251,8 @@ impl<B: Backend> Vcpu<B> {
     pub fn interrupt_in_injection(&self) -> Option<Vector> {
         match self.events.again {
             Some(Event::Interrupt(vector)) => Some(vector),
-            _ => self.own_external(),
+            _ => self.events.own_external(&self.shared),
         }
-    }
-
-    /// The interrupt that the VMM gave, where no local APIC of ours has to take it first.
-    fn own_external(&self) -> Option<Vector> {
-        if self.shared.in_kernel_apic { None } else { self.events.external }
     }
 
     /// Collects what waits for the guest (KVM_GET_VCPU_EVENTS).
@@ -252,7 +264,7 @@ impl<B: Backend> Vcpu<B> {
         let (interrupt, interrupt_soft) = match self.events.again {
             Some(Event::Interrupt(v)) => (Some(v), false),
             Some(Event::Software(v)) => (Some(v), true),
-            _ => (self.own_external(), false),
+            _ => (self.events.own_external(&self.shared), false),
         };
         SavedEvents {
             exception,
@@ -333,26 +345,16 @@ impl<B: Backend> Vcpu<B> {
     /// A VMM gives back the interrupt that KVM_GET_SREGS told it of: as if it had been injected before.
     fn put_back_interrupt(&mut self, vector: Vector) {
         // One that waits still is that one, or is replaced: there is one at a time.
-        if self.own_external() != Some(vector) {
-            self.forget_interrupt();
+        if self.events.own_external(&self.shared) != Some(vector) {
+            self.events.forget_interrupt(&self.shared);
             self.events.again = Some(Event::Interrupt(vector));
-        }
-    }
-
-    /// Forgets the interrupt of a VMM with its own PIC, where no local APIC of ours has to take it first.
-    fn forget_interrupt(&mut self) {
-        if !self.shared.in_kernel_apic {
-            self.events.external = None;
-            if matches!(self.events.again, Some(Event::Interrupt(_) | Event::Software(_))) {
-                self.events.again = None;
-            }
         }
     }
 
     /// Takes an interrupt from a VMM with its own PIC (KVM_INTERRUPT), in place of one that it gave before; a local APIC
     /// of ours has to take that first.
     pub fn queue_interrupt(&mut self, vector: Vector) -> Result<(), Invalid> {
-        self.forget_interrupt();
+        self.events.forget_interrupt(&self.shared);
         if self.events.external.is_some() {
             return Err(Invalid);
         }
@@ -406,15 +408,10 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// Whether APIC ids in saved register pages have 32 bits (KVM_CAP_X2APIC_API).
-    fn wide_ids(&self) -> bool {
-        self.vm.settings.x2apic_api.load(core::sync::atomic::Ordering::Relaxed) & 1 != 0
-    }
-
     /// Copies the local APIC's registers, complete (KVM_GET_LAPIC).
     pub fn lapic_page(&mut self, into: &mut [u8; irqchip::lapic::REGISTER_PAGE]) {
         self.gather_interrupts();
-        let wide = self.wide_ids();
+        let wide = self.vm.settings.has_wide_apic_ids();
         self.shared.lapic.save(into, wide, host::clock::monotonic_ns());
     }
 
@@ -424,7 +421,7 @@ impl<B: Backend> Vcpu<B> {
         from: &[u8; irqchip::lapic::REGISTER_PAGE],
     ) -> Result<(), Invalid> {
         self.gather_interrupts();
-        let wide = self.wide_ids();
+        let wide = self.vm.settings.has_wide_apic_ids();
         let ran_for_deadlines = self.shared.lapic.tsc_deadline_mode();
         let op = self
             .shared

@@ -7,12 +7,14 @@
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
 
 use backend::Backend;
+use cpuid::GuestCpuid;
 use irqchip::lapic::GUARD_ADVANCE_NS;
 use mmu::Section;
 use msr::By;
 use pv::{LazyDeadline, Shared};
-use vm::vcpu_shared::Request;
+use vm::vcpu_shared::{Request, VcpuShared};
 
+use super::{Time, hv_timer_in_use, tsc::Tsc};
 use crate::{
     Vcpu,
     pv::{GuestPage, MappedPage},
@@ -53,6 +55,36 @@ fn await_deadline(b: &mut impl Backend, deadline: u64) {
             return;
         }
         core::hint::spin_loop();
+    }
+}
+
+impl Time {
+    /// How long before a deadline the host timer fires, in ticks of the guest's TSC.
+    fn guard_advance(&self, tsc: &Tsc) -> u64 {
+        if !self.lazy.enabled() {
+            return 0;
+        }
+        (u64::from(tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
+    }
+
+    /// The MSR; a guest to which it is not offered has none.
+    pub(crate) fn read_lazy_deadline_msr(
+        &self,
+        cpuid: &GuestCpuid,
+        by: By,
+    ) -> Result<u64, Refused> {
+        if by == By::Vmm || cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
+            Ok(self.lazy.msr())
+        } else {
+            Err(Refused)
+        }
+    }
+
+    /// KVM_SET_LAPIC has taken the timer out of TSC-deadline mode: a VMM resets the vCPU. The page is given
+    /// up without a store, for its memory may be the next kernel's already.
+    pub(super) fn reset_lazy_deadline(&mut self, shared: &VcpuShared) {
+        self.lazy.configure(0);
+        shared.lapic.guard_deadline(false);
     }
 }
 
@@ -133,7 +165,8 @@ impl<B: Backend> Vcpu<B> {
         }
         let tsc = self.b.host_tsc();
         // The host timer fires that much before the deadline.
-        if deadline > self.b.guest_tsc(tsc).saturating_add(self.guard_advance()) {
+        if deadline > self.b.guest_tsc(tsc).saturating_add(self.time.guard_advance(&self.rare.tsc))
+        {
             // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
             return self.arm_deadline(deadline);
         }
@@ -148,19 +181,11 @@ impl<B: Backend> Vcpu<B> {
             None => {
                 await_deadline(&mut self.b, deadline);
                 self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
-                if self.hv_timer_in_use() {
+                if hv_timer_in_use(&self.b, &self.shared.lapic) {
                     self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
                 }
             }
         }
-    }
-
-    /// How long before a deadline the host timer fires, in ticks of the guest's TSC.
-    fn guard_advance(&self) -> u64 {
-        if !self.time.lazy.enabled() {
-            return 0;
-        }
-        (u64::from(self.rare.tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
     }
 
     /// Takes the promise back. A timer that runs on does so for the guest's newest deadline.
@@ -240,15 +265,6 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// The MSR; a guest to which it is not offered has none.
-    pub(crate) fn read_lazy_deadline_msr(&self, by: By) -> Result<u64, Refused> {
-        if by == By::Vmm || self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
-            Ok(self.time.lazy.msr())
-        } else {
-            Err(Refused)
-        }
-    }
-
     /// IA32_TSC_DEADLINE for a VMM that saves it: the newest deadline, so that what it restores
     /// does not depend on the page.
     pub(crate) fn newest_deadline(&self) -> u64 {
@@ -257,13 +273,6 @@ impl<B: Backend> Vcpu<B> {
             Some(at) => self.time.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
             None => running,
         }
-    }
-
-    /// KVM_SET_LAPIC has taken the timer out of TSC-deadline mode: a VMM resets the vCPU. The page is given
-    /// up without a store, for its memory may be the next kernel's already.
-    pub(super) fn reset_lazy_deadline(&mut self) {
-        self.time.lazy.configure(0);
-        self.shared.lapic.guard_deadline(false);
     }
 
     /// INIT: the next kernel on this vCPU knows of no page.

@@ -31,7 +31,7 @@ pub(crate) mod lazy_deadline;
 pub(crate) mod tsc;
 
 use backend::{Backend, DeadlineWatch};
-use irqchip::lapic::{Expiry, TimerChange, TimerClock, TimerOp};
+use irqchip::lapic::{Expiry, Lapic, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
 use msr::By;
 use pv::LazyDeadline;
@@ -121,7 +121,7 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         let guest_tsc = self.b.guest_tsc(tsc);
         // The CPU compares the guest's TSC: nothing is converted.
-        if self.hv_timer_in_use() {
+        if hv_timer_in_use(&self.b, &self.shared.lapic) {
             self.write_hv_deadline(value, guest_tsc);
             return self.promise_in_loop(s, Next::Again);
         }
@@ -220,7 +220,7 @@ impl<B: Backend> Vcpu<B> {
         // A VMM restores: what the page holds is of the machine that was saved.
         self.time.lazy.forget_promise();
         if ran_for_deadlines && !self.shared.lapic.tsc_deadline_mode() {
-            self.reset_lazy_deadline();
+            self.time.reset_lazy_deadline(&self.shared);
         }
     }
 
@@ -230,7 +230,9 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn tsc_changed(&mut self) {
         // A countdown was converted by the TSC of before.
-        if self.hv_timer_in_use() && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_)) {
+        if hv_timer_in_use(&self.b, &self.shared.lapic)
+            && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_))
+        {
             set_hv_timer(&mut self.b, 1);
         }
     }
@@ -258,21 +260,21 @@ fn hv_timer_is_due(b: &mut impl Backend) -> bool {
     b.deadline_mut().is_some_and(DeadlineWatch::is_due)
 }
 
+/// Whether the CPU watches the deadline now.
+#[inline(always)]
+fn hv_timer_in_use(b: &impl Backend, lapic: &Lapic) -> bool {
+    b.deadline().is_some() && lapic.hv_timer_in_use()
+}
+
+/// A new vCPU: the CPU watches, if it can.
+pub(crate) fn init_timer(b: &impl Backend, lapic: &Lapic) {
+    if b.deadline().is_some_and(DeadlineWatch::can_watch) {
+        let _ = lapic.switch_to_hv_timer();
+    }
+}
+
 /// The timers that end a vCPU's run or its sleep.
 impl<B: Backend> Vcpu<B> {
-    /// Whether the CPU watches the deadline now.
-    #[inline(always)]
-    pub(crate) fn hv_timer_in_use(&self) -> bool {
-        self.b.deadline().is_some() && self.shared.lapic.hv_timer_in_use()
-    }
-
-    /// A new vCPU: the CPU watches, if it can.
-    pub(crate) fn init_timer(&mut self) {
-        if self.b.deadline().is_some_and(DeadlineWatch::can_watch) {
-            let _ = self.shared.lapic.switch_to_hv_timer();
-        }
-    }
-
     /// Does what a change of the timer asks for; the kernel may be called.
     fn arm_timer(&mut self, op: TimerOp) {
         if let TimerOp::Expired(accepted) = op
@@ -280,7 +282,9 @@ impl<B: Backend> Vcpu<B> {
         {
             self.pending.raise();
         }
-        if matches!(op, TimerOp::ArmHv | TimerOp::Expired(_)) && self.hv_timer_in_use() {
+        if matches!(op, TimerOp::ArmHv | TimerOp::Expired(_))
+            && hv_timer_in_use(&self.b, &self.shared.lapic)
+        {
             self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
         }
         let timer = &self.shared;
@@ -357,7 +361,7 @@ impl<B: Backend> Vcpu<B> {
     /// Looks at the deadline that the CPU watches while the vCPU is halted and polls. If it has come its
     /// interrupt is pending now, or the vCPU has a request to look at the lazy deadline's page.
     pub(crate) fn expire_while_polling(&mut self) {
-        if !self.hv_timer_in_use() || !hv_timer_is_due(&mut self.b) {
+        if !hv_timer_in_use(&self.b, &self.shared.lapic) || !hv_timer_is_due(&mut self.b) {
             return;
         }
         match self.shared.lapic.next_expiry() {
@@ -377,7 +381,7 @@ impl<B: Backend> Vcpu<B> {
     /// it did before. When the thread wakes the CPU watches again ([`Waiting`](crate::run)); a host timer
     /// that still fires does nothing.
     pub(crate) fn switch_to_sw_timer(&mut self) -> bool {
-        if !self.hv_timer_in_use() {
+        if !hv_timer_in_use(&self.b, &self.shared.lapic) {
             return false;
         }
         let clock = self.clock_now();

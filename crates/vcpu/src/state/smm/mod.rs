@@ -7,6 +7,7 @@
 mod area;
 
 use backend::{Backend, Gate, Nested, SegmentName, Waiting};
+use cpuid::GuestCpuid;
 use host::smp;
 use mmu::AddressSpace;
 use vm::vcpu_shared::{MpState, Request};
@@ -101,6 +102,22 @@ impl Events {
         if self.outer.has(Outer::SMI) {
             leave_soon();
         }
+    }
+}
+
+impl SavedCpu {
+    /// Whether the control and debug registers are such as MOV would take.
+    fn is_a_state(&self, b: &impl Backend, cpuid: &GuestCpuid) -> bool {
+        let efer = self.efer.unwrap_or_else(|| b.control().efer) - Efer::LMA;
+        let long = self.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
+        let address = 1u64.checked_shl(cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
+        (self.dr6 | self.dr7 | self.cr0.bits()) >> 32 == 0
+            && self.cr0.is_consistent()
+            && self.cr3 < address
+            && cpuid.cr4_allowed().contains(self.cr4)
+            && (!long || self.cr4.contains(Cr4::PAE))
+            && (long || !self.cr4.contains(Cr4::PCIDE))
+            && cpuid.efer_allowed().contains(efer)
     }
 }
 
@@ -201,7 +218,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn save_into(&mut self, area: &mut Area) -> Result<(), NoSaveArea> {
         let mut cpu = self.saved_cpu();
-        if !self.has_long_mode() {
+        if !self.cpuid.has(feature::LM) {
             // Its map has no place for L2: no hypervisor runs on such a CPU.
             self.abandon_l2_for_user();
             area::store32(&cpu, area);
@@ -235,10 +252,6 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn has_long_mode(&self) -> bool {
-        self.cpuid.has(feature::LM)
-    }
-
     /// The state in which a handler begins (APM vol. 2 §10.3.3).
     fn begin_handler(&mut self) {
         self.rare.debug.set_rflags(&mut self.b, Rflags::FIXED);
@@ -247,7 +260,7 @@ impl<B: Backend> Vcpu<B> {
         let cr0 = self.b.control().cr0;
         self.b.set_cr0(cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG));
         self.b.set_cr4(Cr4::empty());
-        if self.has_long_mode() {
+        if self.cpuid.has(feature::LM) {
             self.b.set_efer(Efer::empty());
         }
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
@@ -301,35 +314,21 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn restore_from(&mut self, area: &Area) -> bool {
         let mut cpu = SavedCpu::default();
-        if self.has_long_mode() {
+        if self.cpuid.has(feature::LM) {
             area::load64(area, &mut cpu);
         } else {
             area::load32(area, &mut cpu);
         }
         // The handler chooses all of it, and whoever else of the guest may write SMRAM.
-        if !self.is_a_state(&cpu) || !self.take_l2_back(&cpu) {
+        if !cpu.is_a_state(&self.b, &self.cpuid) || !self.take_l2_back(&cpu) {
             return false;
         }
         self.restore_cpu(&cpu);
         true
     }
 
-    /// Whether the control and debug registers are such as MOV would take.
-    fn is_a_state(&self, cpu: &SavedCpu) -> bool {
-        let efer = cpu.efer.unwrap_or_else(|| self.b.control().efer) - Efer::LMA;
-        let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
-        let address = 1u64.checked_shl(self.cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
-        (cpu.dr6 | cpu.dr7 | cpu.cr0.bits()) >> 32 == 0
-            && cpu.cr0.is_consistent()
-            && cpu.cr3 < address
-            && self.cpuid.cr4_allowed().contains(cpu.cr4)
-            && (!long || cpu.cr4.contains(Cr4::PAE))
-            && (long || !cpu.cr4.contains(Cr4::PCIDE))
-            && self.cpuid.efer_allowed().contains(efer)
-    }
-
     fn restore_cpu(&mut self, cpu: &SavedCpu) {
-        if self.has_long_mode() {
+        if self.cpuid.has(feature::LM) {
             self.gprs.0 = cpu.gpr;
         } else {
             for (to, from) in self.gprs.0.iter_mut().zip(cpu.gpr).take(8) {
