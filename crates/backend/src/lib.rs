@@ -41,7 +41,8 @@ pub use l1::{Executed, L1Memory, ListAct, ListMsr, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
 pub use nested::{
-    Asleep, Claim, Enlightenment, FlushTold, Gate, Level, MonitorTrap, Nested, Nesting, Waiting,
+    Asleep, Claim, Enlightenment, FlushTold, Gate, Level, MonitorTrap, Nested, Nesting, TellFlush,
+    Waiting,
 };
 pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use nested_state::{NestedState, Unrestorable};

@@ -89,6 +89,15 @@ pub struct Enlightenment {
     pub assist: Option<Gpa>,
 }
 
+/// How far [`Nested::tell_flush`] goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TellFlush {
+    /// L1 is asked if it wants to hear of the flush. L2 runs on.
+    Ask,
+    /// L2's run ends with the news, if L1 wants to hear of it.
+    Tell,
+}
+
 /// Whether L1 is to hear that translations were flushed for L2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushTold {
@@ -227,9 +236,9 @@ pub trait Nested: NestedPaging + NestedState {
     // Of the two only VMX has an enlightened control block here.
     /// Says what L1 may do with an enlightened control block.
     fn enlighten(&mut self, _by: Enlightenment) {}
-    /// Behind [`Executed::Flushes`], outside the loop: whether L1 can be asked if it wants to hear of the flush, and if so
-    /// ends L2's run with that.
-    fn tell_flush(&mut self, _gprs: &mut Gprs, _tell: bool, _l1: &impl L1Memory) -> FlushTold {
+    /// Behind [`Executed::Flushes`], outside the loop: whether L1 can be asked if it wants to hear of the flush. To tell
+    /// it ends L2's run, if it does.
+    fn tell_flush(&mut self, _gprs: &mut Gprs, _how: TellFlush, _l1: &impl L1Memory) -> FlushTold {
         FlushTold::No
     }
     /// A page of L1's that an instruction did not find inside the loop, though nothing else may ever touch it: to be mapped

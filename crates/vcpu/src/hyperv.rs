@@ -5,7 +5,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Backend, Enlightenment, FlushTold, Gprs, Nested, RAX, RCX, RDX};
+use backend::{Backend, Enlightenment, FlushTold, Gprs, Nested, RAX, RCX, RDX, TellFlush};
 use cpuid::GuestCpuid;
 use mmu::FlushRemote as _;
 use msr::By;
@@ -220,14 +220,14 @@ impl<B: Backend> Vcpu<B> {
         let mut answer = control(&self.gprs, long).flushed();
         if answer & 0xffff == status::SUCCESS {
             self.vm.flush_remote();
-            if self.tell_flush(false) == FlushTold::Nowhere {
+            if self.tell_flush(TellFlush::Ask) == FlushTold::Nowhere {
                 answer = status::INVALID_INPUT;
             }
         }
         set_answer(&mut self.gprs, long, answer);
         self.retire(next);
         if answer & 0xffff == status::SUCCESS
-            && let FlushTold::Yes(done) = self.tell_flush(true)
+            && let FlushTold::Yes(done) = self.tell_flush(TellFlush::Tell)
         {
             self.go_on_after(done);
         }

@@ -27,7 +27,7 @@ use emulate::{Cause, Decoded, Fetched, Stop};
 use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
 
-use super::device::user_io::Completion;
+use super::device::user_io::{Completion, Execution};
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
@@ -74,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
         fetched: Fetched,
         decoded: &Decoded,
     ) -> Outcome {
-        self.device.user_io.log.begin(self.b.rip(), fetched, false);
+        self.device.user_io.log.begin(self.b.rip(), fetched, Execution::Emulated);
         let is_nested = self.pending.after_exit.is_nested();
         // L1 intercepts control registers one by one, and was asked about the one that the exit names.
         let is_other = matches!(cause, Cause::Control { cr, .. } if is_nested && !decoded.accesses_control(cr));
@@ -120,7 +120,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
     pub(crate) fn interpret_decoded(&mut self, fetched: Fetched, decoded: &Decoded) -> Outcome {
-        self.device.user_io.log.begin(self.b.rip(), fetched, true);
+        self.device.user_io.log.begin(self.b.rip(), fetched, Execution::Interpreted);
         self.interpret_again(decoded)
     }
 

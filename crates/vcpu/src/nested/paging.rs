@@ -272,6 +272,15 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
+/// Where tables of L1's lead that do not lead to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Behind {
+    /// To a device of L1's.
+    Device,
+    /// To memory that is only read.
+    Rom,
+}
+
 /// Faults of L2's on its root.
 impl<B: Backend> Vcpu<B> {
     /// Answers a fault of L2's on its root inside the loop. `None`: the exit is another.
@@ -396,8 +405,8 @@ impl<B: Backend> Vcpu<B> {
             }
             NestedOutcome::Retry | NestedOutcome::L1(_) => Ok(()),
             // The access is decoded by its address in L1's memory, which L1's tables led to.
-            NestedOutcome::Mmio(gpa) => self.nested_device_access(gpa, false),
-            NestedOutcome::ReadonlyWrite(gpa) => self.nested_device_access(gpa, true),
+            NestedOutcome::Mmio(gpa) => self.nested_device_access(gpa, Behind::Device),
+            NestedOutcome::ReadonlyWrite(gpa) => self.nested_device_access(gpa, Behind::Rom),
             NestedOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
             NestedOutcome::Error(_) => {
                 Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }.into())
@@ -405,12 +414,12 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// L1's tables lead to a device of L1's, or to ROM.
-    fn nested_device_access(&mut self, gpa: Gpa, present: bool) -> Outcome {
+    /// L1's tables lead to no memory that takes the access.
+    fn nested_device_access(&mut self, gpa: Gpa, behind: Behind) -> Outcome {
         // The exit tells the access; only its address is L2's.
         let Exit::TdpFault(fault) = self.b.exit() else { return Ok(()) };
         self.stats.count(VcpuCount::PfEmulate);
-        self.device_access(TdpFault { gpa, present, ..fault })
+        self.device_access(TdpFault { gpa, present: behind == Behind::Rom, ..fault })
     }
 
     /// An access to the APIC-access page that L1 leaves to its virtual-APIC page. False: the instruction is no plain load

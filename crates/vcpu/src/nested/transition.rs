@@ -2,6 +2,7 @@
 
 use backend::{
     Backend, Claim, Executed, Exit, FlushTold, Level, MonitorTrap, Nested, Nesting, Sleep,
+    TellFlush,
 };
 use host::gup::fault_in;
 use mmu::Section;
@@ -280,11 +281,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Asks whether L1 wants to hear of a flush for L2, and ends L2's run if it is told.
-    pub(crate) fn tell_flush(&mut self, tell: bool) -> FlushTold {
+    pub(crate) fn tell_flush(&mut self, how: TellFlush) -> FlushTold {
         self.across_levels(|v| {
             let l1 = Whole::new(&v.mmu.memory, None);
             v.b.nested_mut()
-                .map_or(FlushTold::No, |nested| nested.tell_flush(&mut v.gprs, tell, &l1))
+                .map_or(FlushTold::No, |nested| nested.tell_flush(&mut v.gprs, how, &l1))
         })
     }
 

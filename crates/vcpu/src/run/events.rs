@@ -123,6 +123,22 @@ impl Outer {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stalls(u16);
 
+/// A turn after which the guest may have got nowhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// The exit interrupted the delivery of an event.
+    Delivering,
+    /// Any other.
+    Other,
+}
+
+impl Turn {
+    #[inline(always)]
+    pub(crate) fn delivering_if(delivering: bool) -> Self {
+        if delivering { Self::Delivering } else { Self::Other }
+    }
+}
+
 impl Stalls {
     /// So many faults, or a sixty-fourth of it interrupted deliveries.
     const MOST: u16 = 1024;
@@ -130,8 +146,8 @@ impl Stalls {
 
     /// One more: whether the loop may go on.
     #[inline]
-    pub(crate) fn count(&mut self, delivering: bool) -> Next {
-        let weight = if delivering { Self::OF_DELIVERY } else { 1 };
+    pub(crate) fn count(&mut self, turn: Turn) -> Next {
+        let weight = if turn == Turn::Delivering { Self::OF_DELIVERY } else { 1 };
         self.0 = self.0.saturating_add(weight);
         if self.0 < Self::MOST { Next::Again } else { Next::Done }
     }
@@ -609,7 +625,7 @@ impl<B: Backend> Vcpu<B> {
         if delivering {
             self.keep_delivery();
         }
-        self.rare.stalls.count(delivering)
+        self.rare.stalls.count(Turn::delivering_if(delivering))
     }
 
     #[inline(never)]
@@ -657,12 +673,12 @@ mod tests {
 
     #[test]
     fn the_loop_is_left_after_so_many_turns_that_may_have_got_nowhere() {
-        for (delivering, most) in [(true, 16), (false, 1024)] {
+        for (turn, most) in [(Turn::Delivering, 16), (Turn::Other, 1024)] {
             let mut stalls = Stalls::default();
             for _ in 0..2 {
-                let turns = (1..).find(|_| stalls.count(delivering) == Next::Done);
+                let turns = (1..).find(|_| stalls.count(turn) == Next::Done);
                 assert_eq!(turns, Some(most));
-                assert_eq!(stalls.count(false), Next::Done);
+                assert_eq!(stalls.count(Turn::Other), Next::Done);
                 stalls.forget();
             }
         }

@@ -37,7 +37,10 @@ use msr::By;
 use pv::LazyDeadline;
 use vm::vcpu_shared::Request;
 
-use crate::{Vcpu, run::outcome::Next};
+use crate::{
+    Vcpu,
+    run::{events::Turn, outcome::Next},
+};
 
 /// What two conversions between TSC and nanoseconds may differ by.
 const ROUNDING_NS: u64 = 100;
@@ -317,7 +320,7 @@ impl<B: Backend> Vcpu<B> {
         if !hv_timer_is_due(&mut self.b) {
             // Sooner, for the time is further away than the CPU counts. A timer that is spent at the entry comes
             // before the host's interrupts: that a run ends so again and again must not keep the loop.
-            return self.rare.stalls.count(false);
+            return self.rare.stalls.count(Turn::Other);
         }
         match self.shared.lapic.next_expiry() {
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),

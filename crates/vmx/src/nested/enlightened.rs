@@ -1,6 +1,6 @@
 //! The enlightened VMCS of an L1 that uses one: taken over before an entry, with its map of MSRs.
 
-use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX, Registers as _};
+use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX, Registers as _, TellFlush};
 use cpu::Cpu;
 use nested_vmx::machine::EntryBy;
 use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
@@ -31,13 +31,13 @@ impl<C: Cpu> Vmx<C> {
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        tell: bool,
+        how: TellFlush,
         l1: &M,
     ) -> FlushTold {
         let memory = Memory::new(l1);
         match n.machine.wants_flush_told(&memory) {
             None => FlushTold::Nowhere,
-            Some(true) if tell => {
+            Some(true) if how == TellFlush::Tell => {
                 // Any reason will do here: the one that L1 reads is written behind the exit.
                 let report = Report::plain(ExitReason::EptMisconfiguration, 0);
                 let done = self.leave_l2(n, gprs, &report, &memory);

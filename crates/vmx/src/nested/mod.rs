@@ -39,7 +39,7 @@ mod timer;
 
 use backend::{
     Claim, Enlightenment, Event, Executed, FlushTold, Gate, Gprs, Injection, L1Memory, Level,
-    ListMsr, Nesting, Outside, Registers as _, Sleep, Waiting,
+    ListMsr, Nesting, Outside, Registers as _, Sleep, TellFlush, Waiting,
 };
 use cpu::Cpu;
 use host::KBox;
@@ -268,8 +268,8 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         }
     }
 
-    fn tell_flush(&mut self, gprs: &mut Gprs, tell: bool, l1: &impl L1Memory) -> FlushTold {
-        self.with_nested(|this, n| this.tell_flush_of(n, gprs, tell, l1)).unwrap_or(FlushTold::No)
+    fn tell_flush(&mut self, gprs: &mut Gprs, how: TellFlush, l1: &impl L1Memory) -> FlushTold {
+        self.with_nested(|this, n| this.tell_flush_of(n, gprs, how, l1)).unwrap_or(FlushTold::No)
     }
 
     fn take_missed(&mut self) -> Option<Gpa> {

@@ -5,7 +5,7 @@
 
 use backend::{
     Asleep as _, Claim, Enlightenment, Executed, FlushTold, Gate, Injection, L1Tables, Level,
-    Nested as _, NestedPaging, NestedState as _, Onward, Sleep, TablesRefuse, Waiting,
+    Nested as _, NestedPaging, NestedState as _, Onward, Sleep, TablesRefuse, TellFlush, Waiting,
     WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
@@ -317,7 +317,7 @@ impl Run {
         self.rig.v.complete(&mut self.rig.g);
         self.rig.v.unload(Onward::ToGuest);
         self.rig.m.whole.set(true);
-        let told = self.rig.v.tell_flush(&mut self.rig.g, true, &self.rig.m);
+        let told = self.rig.v.tell_flush(&mut self.rig.g, TellFlush::Tell, &self.rig.m);
         self.rig.m.whole.set(false);
         self.rig.v.load(0);
         if let FlushTold::Yes(done) = told { done } else { Executed::Retired }

@@ -59,6 +59,15 @@ pub enum Completion {
 /// Device accesses of one instruction (or one REP iteration) that can be remembered.
 const LOG: usize = 16;
 
+/// Why an instruction is executed in software.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Execution {
+    /// Its exit asks for it.
+    Emulated,
+    /// The guest is one that the CPU cannot run.
+    Interpreted,
+}
+
 /// The device accesses of an emulated instruction that were answered, in order, with the answers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AccessLog {
@@ -92,10 +101,9 @@ struct Items {
 }
 
 impl AccessLog {
-    /// Begins the instruction `fetched` at `rip`, or begins it anew. `interpreted`: for a guest that the CPU
-    /// cannot run.
-    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched, interpreted: bool) {
-        self.interpreted = interpreted;
+    /// Begins the instruction `fetched` at `rip`, or begins it anew.
+    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched, how: Execution) {
+        self.interpreted = how == Execution::Interpreted;
         let begun = Some((rip, fetched));
         if self.begun != begun {
             self.forget();
