@@ -11,7 +11,7 @@ if [ ! -d /sys/module/kvm ]; then
     ln -s /tmp/modules/* /sys/module
     mkdir -p /sys/module/kvm/parameters
     echo 0 >/sys/module/kvm/parameters/force_emulation_prefix
-    for parameter in enable_pmu eager_page_split tdp_mmu; do echo N >/sys/module/kvm/parameters/$parameter; done
+    for parameter in enable_pmu eager_page_split ignore_msrs tdp_mmu; do echo N >/sys/module/kvm/parameters/$parameter; done
     ln -s gannet /sys/module/kvm_intel
     ln -s gannet /sys/module/kvm_amd
     mkdir /tmp/gannet

@@ -15,6 +15,10 @@ pub enum Unrestorable {
 
 /// Saving and restoring what belongs to a guest that is a hypervisor, as bytes in KVM's format.
 pub trait NestedState {
+    /// A state that was found good, with all the memory that its restore takes. What was checked is what is restored:
+    /// neither L1's memory nor the allocator has a say between the two, when L2's run has ended already.
+    type Checked;
+
     /// Bytes that the state has now.
     fn state_size(&self) -> usize;
 
@@ -38,33 +42,26 @@ pub trait NestedState {
     /// Before the first run with a restored state: what of it lies in L1's memory is looked for there.
     fn settle_state(&mut self, _l1: &impl L1Memory) {}
 
-    /// Whether [`restore_state`](Self::restore_state) would take these bytes. `smm`: the vCPU is in
-    /// system-management mode.
+    /// Makes of these bytes what [`restore_state`](Self::restore_state) takes. `smm`: the vCPU is in system-management
+    /// mode. Nothing changes.
     ///
     /// # Errors
-    /// Why not.
+    /// Why they are refused.
     fn check_state(
         &mut self,
         bytes: &[u8],
         smm: bool,
         l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable>;
+    ) -> Result<Self::Checked, Unrestorable>;
 
     /// Restores a state, while L1 runs. Of memory nothing has to be there yet.
-    ///
-    /// # Errors
-    /// Why it cannot be.
-    fn restore_state(
-        &mut self,
-        gprs: &mut crate::Gprs,
-        bytes: &[u8],
-        smm: bool,
-        l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable>;
+    fn restore_state(&mut self, gprs: &mut crate::Gprs, checked: Self::Checked, l1: &impl L1Memory);
 }
 
 // No value of the type exists, so that none of these is ever called.
 impl NestedState for Absent {
+    type Checked = Self;
+
     fn state_size(&self) -> usize {
         match *self {}
     }
@@ -76,16 +73,10 @@ impl NestedState for Absent {
     ) -> Result<(), Unrestorable> {
         match *self {}
     }
-    fn check_state(&mut self, _: &[u8], _: bool, _: &impl L1Memory) -> Result<(), Unrestorable> {
+    fn check_state(&mut self, _: &[u8], _: bool, _: &impl L1Memory) -> Result<Self, Unrestorable> {
         match *self {}
     }
-    fn restore_state(
-        &mut self,
-        _: &mut crate::Gprs,
-        _: &[u8],
-        _: bool,
-        _: &impl L1Memory,
-    ) -> Result<(), Unrestorable> {
+    fn restore_state(&mut self, _: &mut crate::Gprs, _: Self, _: &impl L1Memory) {
         match *self {}
     }
 }

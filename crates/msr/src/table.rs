@@ -223,7 +223,7 @@ macro_rules! msrs {
 
         Apic "Of the local APIC, outside the x2APIC range." {
             APIC_BASE    []      "saved by KVM_GET_SREGS";
-            TSC_DEADLINE [saved] "guest: where CPUID offers it";
+            TSC_DEADLINE [saved] "0 and ignored where the timer has another mode";
         }
         }
     };

@@ -8,7 +8,7 @@ use core::mem::size_of;
 use x86::{
     Cr0, Gpa, Rflags,
     addr::PAGE_SIZE,
-    vmcb::{Clean, Control, NP_ENABLE, Save, Vmcb, vintr},
+    vmcb::{Clean, Control, NP_ENABLE, Save, Vmcb, event, vintr},
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -130,6 +130,10 @@ pub fn data(
     // Of what is still to be injected the valid bit says so.
     control.event_inj = b02.event_inj;
     control.int_state = b02.int_state;
+    // Where the last exit's instruction ends. What is still to be injected comes with VMRUN's own.
+    if control.event_inj & event::VALID == 0 {
+        control.next_rip = b02.next_rip;
+    }
     // A restored L2 is flushed anyway.
     control.tlb_ctl = 0;
     // Block 01 has L1's registers as VMRUN found them: an exit brings them back from there.
@@ -143,7 +147,7 @@ pub fn data(
 pub enum Refused {
     /// A flag that does not exist.
     Flags,
-    /// L2 runs, or GIF is clear, on a vCPU without SVM.
+    /// L2 runs on a vCPU without SVM.
     Disabled,
     /// L2 runs in system-management mode, which suspends it.
     Smm,
@@ -182,8 +186,8 @@ pub fn check(
     }
     let gif = Gif::new(header.flags & GIF_SET != 0);
     let in_l2 = header.flags & GUEST_MODE != 0;
-    // All flags mean something with SVM alone; GIF is set without it.
-    if !onto.enabled && header.flags != GIF_SET {
+    // L2 runs with SVM alone. GIF may be clear without it: L1 can take SVM away behind CLGI.
+    if !onto.enabled && in_l2 {
         return Err(Refused::Disabled);
     }
     // SMM puts L2 aside: it is RSM that enters it again.
@@ -311,13 +315,20 @@ mod tests {
         page.control.int_ctl = vintr::IRQ;
         let (mut v12, mut b01) = (Vmcb12::new(), Vmcb::new_zeroed());
         take_over(IN_L2, &page, &mut v12, &mut b01, Cr0::empty());
-        let b02 = Control::new_zeroed();
+        let mut b02 = Control::new_zeroed();
+        b02.next_rip = 0x1236;
         let mut saved = Vmcb::new_zeroed();
         super::data(&mut saved, &v12, (&b01, Cr0::NW.bits()), &b02, None);
         assert_eq!((saved.control.event_inj, saved.control.int_ctl), (0, 0));
+        assert_eq!(saved.control.next_rip, 0x1236, "of the last exit");
         assert_eq!(saved.save.cr0, page.save.cr0 | Cr0::NW.bits());
         super::data(&mut saved, &v12, (&b01, 0), &b02, Some(true));
         assert_eq!(saved.control.int_ctl, vintr::IRQ, "a window of L0's hides it");
+        // Not injected yet: VMRUN's own says where the instruction ends that INT n is.
+        (b02.event_inj, page.control.next_rip) = (page.control.event_inj, 0x1238);
+        take_over(IN_L2, &page, &mut v12, &mut b01, Cr0::empty());
+        super::data(&mut saved, &v12, (&b01, 0), &b02, None);
+        assert_eq!(saved.control.next_rip, 0x1238);
     }
 
     #[test]
@@ -351,8 +362,6 @@ mod tests {
         let cases = [
             (with(1 << 2, 0), Some(&page), ENABLED, Refused::Flags),
             (IN_L2, Some(&page), off, Refused::Disabled),
-            (with(0, u64::MAX), None, off, Refused::Disabled),
-            (with(GIF_SET | RUN_PENDING, 0), None, off, Refused::Disabled),
             (IN_L2, Some(&page), smm, Refused::Smm),
             (with(GUEST_MODE, 0x7001), Some(&page), ENABLED, Refused::Address),
             (with(GUEST_MODE, !0xfff), Some(&page), ENABLED, Refused::Address),
@@ -370,5 +379,9 @@ mod tests {
         let off = Onto { enabled: false, smm: false };
         let plain = Header { flags: GIF_SET, vmcb: u64::MAX };
         assert!(check(plain, None, off, &OFFERED).is_ok());
+        // L1 may have taken SVM away behind CLGI.
+        assert!(
+            check(Header { flags: 0, vmcb: 0 }, None, off, &OFFERED).is_ok_and(|r| !r.gif.is_set())
+        );
     }
 }

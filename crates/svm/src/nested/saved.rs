@@ -22,10 +22,12 @@ use crate::{
 };
 
 /// A state that was found good.
-struct Good {
+#[derive(Debug)]
+pub struct Good {
     header: Header,
     running: Running,
-    data: Option<KBox<Vmcb>>,
+    /// The block, and what L2 runs with where the vCPU has none yet, if L2 is to run.
+    l2: Option<(KBox<Vmcb>, Option<KBox<State>>)>,
 }
 
 impl<C: Cpu> Svm<C> {
@@ -74,7 +76,12 @@ impl<C: Cpu> Svm<C> {
         {
             return Err(Unrestorable::Invalid);
         }
-        Ok(Good { header, running, data })
+        let l2 = match data.filter(|_| running.level == nested_svm::Level::L2) {
+            None => None,
+            Some(data) if self.nested.is_some() => Some((data, None)),
+            Some(data) => Some((data, Some(State::new().map_err(|_| Unrestorable::NoMemory)?))),
+        };
+        Ok(Good { header, running, l2 })
     }
 
     /// L1's registers into its block, L2's into the copy of its block. L1 runs.
@@ -95,6 +102,8 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> NestedState for Svm<C> {
+    type Checked = Good;
+
     fn state_size(&self) -> usize {
         self.state_header().size()
     }
@@ -120,6 +129,7 @@ impl<C: Cpu> NestedState for Svm<C> {
         {
             // What is on its way is among the vCPU's events; that it is L1's they do not tell.
             page.control.event_inj = of_l1.event & !event::VALID;
+            page.control.next_rip = of_l1.next_rip;
         }
         let place = into.get_mut(saved::HEADER..saved::LARGEST).ok_or(Unrestorable::Missing)?;
         place.copy_from_slice(page.as_bytes());
@@ -131,32 +141,25 @@ impl<C: Cpu> NestedState for Svm<C> {
         bytes: &[u8],
         smm: bool,
         _l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable> {
-        self.read_state(bytes, smm).map(|_| ())
+    ) -> Result<Good, Unrestorable> {
+        self.read_state(bytes, smm)
     }
 
-    fn restore_state(
-        &mut self,
-        gprs: &mut Gprs,
-        bytes: &[u8],
-        smm: bool,
-        l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable> {
-        let good = self.read_state(bytes, smm)?;
+    fn restore_state(&mut self, gprs: &mut Gprs, good: Good, l1: &impl L1Memory) {
         let set = |gif: Gif| gif.is_set();
         // Memory may be that of another time: what was made of L1's tables, and lies under L2's tag, is stale.
         self.flush_l2();
         self.flush_other_block();
-        let Some(data) = good.data.filter(|_| good.running.level == nested_svm::Level::L2) else {
+        let Some((data, state)) = good.l2 else {
             if set(good.running.gif) {
                 self.gif.set()
             } else {
                 self.gif.clear()
             }
-            return Ok(());
+            return;
         };
-        if self.nested.is_none() {
-            self.nested = Some(State::new().map_err(|_| Unrestorable::NoMemory)?);
+        if state.is_some() {
+            self.nested = state;
         }
         // A window of L1's is no part of what L2 is entered with.
         self.set_virq(Virq::Off);
@@ -181,6 +184,5 @@ impl<C: Cpu> NestedState for Svm<C> {
             state.flushed = true;
         }
         self.block.request_flush();
-        Ok(())
     }
 }

@@ -37,8 +37,9 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Unrestorable> {
         let smm = self.smm.active;
         let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-        // All is checked before anything changes: a state that is refused leaves the vCPU as it was.
-        nested.check_state(bytes, smm, &Whole::new(&self.mmu.memory, None))?;
+        // All is checked before anything changes: a state that is refused leaves the vCPU as it was. What is found good is
+        // restored without another look at L1's memory, which other threads may change.
+        let checked = nested.check_state(bytes, smm, &Whole::new(&self.mmu.memory, None))?;
         // The hardware serves no hypervisor's local APIC.
         // Before `stop_serving_apic`, which would leave the requests with the hardware.
         self.gather_interrupts();
@@ -49,10 +50,10 @@ impl<B: Backend> Vcpu<B> {
         self.leave_l2_with_its_registers();
         // Both levels get other tables: the one that runs now, and the one that the state has run.
         self.b.flush_tlb();
-        let done = self.across_levels(|v| {
-            let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-            let l1 = Whole::new(&v.mmu.memory, None);
-            nested.restore_state(&mut v.gprs, bytes, smm, &l1)
+        self.across_levels(|v| {
+            if let Some(nested) = v.b.nested_mut() {
+                nested.restore_state(&mut v.gprs, checked, &Whole::new(&v.mmu.memory, None));
+            }
         });
         self.rare.nested_restored = true;
         self.level_changed();
@@ -64,7 +65,7 @@ impl<B: Backend> Vcpu<B> {
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }
-        done
+        Ok(())
     }
 
     /// L1 runs, whatever ran, with the registers that user space saw.

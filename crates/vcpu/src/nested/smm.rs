@@ -4,7 +4,7 @@
 //! else has to be kept the instruction set says ([`backend::Nested::enter_smm`]).
 
 use backend::{Backend, Nested, NestedState};
-use x86::{Efer, Gpa, cpuid::feature};
+use x86::{Efer, Gpa, cpuid::feature, segment::Segment};
 
 use super::{memory::Whole, transition::owes_trap};
 use crate::{
@@ -56,6 +56,13 @@ impl<B: Backend> Vcpu<B> {
             nested.leave_smm(&mut v.gprs, kept, l2, &l1)
         });
         self.level_changed();
+        // TR is the last in the area. Without one no VMX guest is entered (SDM vol. 3C §26.3.1.2), and it is RSM that fails:
+        // the shutdown is L1's, no exit of L2's.
+        let has_tr = cpu.segments.last().is_some_and(Segment::is_present);
+        if !has_tr && self.cpuid.has(feature::VMX) && self.pending.after_exit.is_nested() {
+            self.abandon_l2();
+            return false;
+        }
         if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);
         }

@@ -142,9 +142,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
-        if !self.cpuid.has(feature::TSC_DEADLINE) {
-            return self.msr_refused();
-        }
+        // As on stock KVM CPUID is not asked: without the timer's mode, which CPUID does decide, nothing comes of it.
         let value = self.gprs.edx_eax();
         self.stats.count(VcpuCount::TscDeadlineWrites);
         // Before the timer is armed, which may leave the loop: WRMSR must not be executed twice.
@@ -206,9 +204,7 @@ impl<B: Backend> Vcpu<B> {
             Class::Apic => match index {
                 APIC_BASE => Ok(self.shared.lapic.base()),
                 TSC_DEADLINE if by == By::Vmm => Ok(self.newest_deadline()),
-                TSC_DEADLINE if self.cpuid.has(feature::TSC_DEADLINE) => {
-                    Ok(self.shared.lapic.tsc_deadline())
-                }
+                TSC_DEADLINE => Ok(self.shared.lapic.tsc_deadline()),
                 _ => Err(Refused),
             },
             Class::Pv => self.read_pv_msr(index, by),
@@ -251,7 +247,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Class::Apic => match index {
                 APIC_BASE => self.set_apic_base(value, by).map_err(|_| Refused),
-                TSC_DEADLINE if by == By::Vmm || self.cpuid.has(feature::TSC_DEADLINE) => {
+                TSC_DEADLINE => {
                     if by == By::Guest {
                         self.stats.count(VcpuCount::TscDeadlineWrites);
                     }

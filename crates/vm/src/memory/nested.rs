@@ -142,8 +142,9 @@ impl VmMemory {
         wanted: &NestedFrame,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Option<NestedOutcome> {
-        let NestedFrame { gpa, write, exec, table } = *wanted;
-        let access = FaultAccess { gpa, write, exec, present: true };
+        let NestedFrame { gpa, write, exec, dirties, table } = *wanted;
+        // "Present" is what only the log protects: a frame that is first touched counts as written.
+        let access = FaultAccess { gpa, write, exec, present: write || !dirties };
         // Before the look: a change of the slots behind it makes the note void.
         let generation = self.generation();
         // As long as these slots are held, what is prepared for one of them is not forgotten.

@@ -67,7 +67,7 @@ fn travel(r: &mut Rig) {
     let mut bytes = std::vec![0; r.v.state_size()];
     r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
     r.m.whole.set(true);
-    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    r.restore(&bytes, false);
     r.v.settle_state(&r.m);
     r.m.whole.set(false);
     r.v.load(0);

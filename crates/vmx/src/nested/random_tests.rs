@@ -504,11 +504,14 @@ impl Run {
         let mut bytes: Vec<u8> = vec![0; v.state_size()];
         v.save_state(&self.rig.g, &mut bytes, &self.rig.m).unwrap();
         self.rig.m.whole.set(true);
-        if v.check_state(&bytes, false, &self.rig.m).is_ok() {
+        if let Ok(checked) = v.check_state(&bytes, false, &self.rig.m) {
+            // Neither another thread nor the allocator has a say from here on.
+            let whole = self.rig.g.0[0] & 1 == 0;
+            self.rig.m.whole.set(whole);
             if v.level() == Level::L2 {
                 v.abandon(&mut self.rig.g);
             }
-            v.restore_state(&mut self.rig.g, &bytes, false, &self.rig.m).unwrap();
+            v.restore_state(&mut self.rig.g, checked, &self.rig.m);
             v.settle_state(&self.rig.m);
         }
         self.rig.m.whole.set(false);

@@ -124,6 +124,13 @@ impl Drop for Rig {
 }
 
 impl Rig {
+    /// A saved state is found good and restored.
+    pub(super) fn restore(&mut self, bytes: &[u8], smm: bool) {
+        use backend::NestedState as _;
+        let checked = self.v.check_state(bytes, smm, &self.m).unwrap();
+        self.v.restore_state(&mut self.g, checked, &self.m);
+    }
+
     pub(super) fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
         Self::on(features(), vmcs12, efer)
     }
@@ -687,7 +694,7 @@ fn a_restored_state_makes_l1s_tables_stale() {
     r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     let n = r.v.nested.as_mut().unwrap();
     (n.flush_due, n.flushed) = (false, backend::L1Flush::None);
-    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    r.restore(&bytes, false);
     let n = r.v.nested.as_ref().unwrap();
     assert!(n.flush_due && n.flushed == backend::L1Flush::All);
     assert_eq!(r.v.level(), Level::L2);

@@ -92,17 +92,14 @@ impl<C: Cpu> Vmx<C> {
     }
 
     #[inline(never)]
-    fn restore_bytes<M: L1Memory>(
+    fn restore_checked<M: L1Memory>(
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        (bytes, smm): (&[u8], bool),
+        (good, images): (Good, KBox<Images>),
         l1: &M,
-    ) -> Result<(), Unrestorable> {
+    ) {
         let memory = Memory::new(l1);
-        // Into memory of our own: what was checked is what is taken over.
-        let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
-        // From here on nothing fails.
         let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
         n.flush_due = true;
@@ -115,7 +112,6 @@ impl<C: Cpu> Vmx<C> {
             // Behind the regions: vmcs02 is composed from VMCS12.
             self.resume_l2(n, gprs, &memory);
         }
-        Ok(())
     }
 
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
@@ -156,6 +152,9 @@ impl<C: Cpu> Vmx<C> {
 }
 
 impl<C: Cpu> NestedState for Vmx<C> {
+    /// The images are of our own memory: what was checked is what is taken over.
+    type Checked = (Good, KBox<Images>);
+
     fn state_size(&self) -> usize {
         // A vCPU that is no hypervisor has a header to be saved, too.
         self.nested.as_ref().map_or(saved::HEADER, |n| saved::size(&n.machine))
@@ -190,23 +189,15 @@ impl<C: Cpu> NestedState for Vmx<C> {
         bytes: &[u8],
         smm: bool,
         l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable> {
-        // All of it is done again by the restore: nothing of a check is kept.
+    ) -> Result<Self::Checked, Unrestorable> {
         let Some(n) = &self.nested else { return Err(Unrestorable::Invalid) };
-        self.check_bytes(n, bytes, smm, &Memory::new(l1)).map(|_| ())
+        self.check_bytes(n, bytes, smm, &Memory::new(l1))
     }
 
-    fn restore_state(
-        &mut self,
-        gprs: &mut Gprs,
-        bytes: &[u8],
-        smm: bool,
-        l1: &impl L1Memory,
-    ) -> Result<(), Unrestorable> {
+    fn restore_state(&mut self, gprs: &mut Gprs, checked: Self::Checked, l1: &impl L1Memory) {
         // From now on the other VMCSs may be active.
         self.beside = true;
-        self.with_nested(|this, n| this.restore_bytes(n, gprs, (bytes, smm), l1))
-            .unwrap_or(Err(Unrestorable::Invalid))
+        self.with_nested(|this, n| this.restore_checked(n, gprs, checked, l1));
     }
 
     fn is_unsettled(&self) -> bool {

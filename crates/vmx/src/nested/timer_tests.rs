@@ -130,13 +130,13 @@ fn the_deadline_travels() {
     assert_eq!((word(24) >> 32, word(32)), (1, deadline));
     r.v.abandon(&mut r.g);
     assert_eq!(r.v.wakes_at(), None);
-    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    r.restore(&bytes, false);
     assert_eq!(r.v.nested.as_ref().unwrap().timer, Some(Deadline(deadline)));
     // A state that has none begins anew, with what was left.
     bytes[28] = 0;
     r.v.abandon(&mut r.g);
     let now = r.v.cpu().inner().tsc >> 5;
-    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    r.restore(&bytes, false);
     let anew = r.v.nested.as_ref().unwrap().timer.unwrap().0;
     assert!((599..=602).contains(&(anew - now)), "{}", anew - now);
     // Whatever it says, nothing overflows.
@@ -144,7 +144,7 @@ fn the_deadline_travels() {
         bytes[28] = 1;
         bytes[32..40].copy_from_slice(&value.to_le_bytes());
         r.v.abandon(&mut r.g);
-        r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+        r.restore(&bytes, false);
         r.come_to(0);
         let below = if value == 0 { 1 } else { u32::MAX };
         let whose = if value == 0 { Claim::L1 } else { Claim::L0 };
@@ -175,7 +175,7 @@ fn the_deadline_of_an_l2_that_is_put_aside_travels() {
     let g = r.g;
     r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     r.v.abandon(&mut r.g);
-    r.v.restore_state(&mut r.g, &bytes, true, &r.m).unwrap();
+    r.restore(&bytes, true);
     assert_eq!(r.v.nested.as_ref().unwrap().timer, deadline);
     assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
     assert_eq!(r.v.nested.as_ref().unwrap().timer, deadline);

@@ -8,7 +8,7 @@ use kvm_bindings::*;
 use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
 use crate::machine::clock::{tsc, tsc_rate_is_right};
-use crate::machine::code::{done, guest_code, x2apic};
+use crate::machine::code::{done, guarded, guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::*;
 use crate::machine::threads::{Target, prepare};
@@ -21,6 +21,7 @@ tests!("deadline":
     the_last_of_many_deadlines_counts,
     a_deadline_beyond_32_bits_waits_and_can_be_taken_back,
     the_farthest_deadline_does_not_come,
+    without_the_timer_in_cpuid_the_msr_is_ignored,
     a_halt_shorter_than_the_polling_ends_in_time,
     a_kicked_halt_goes_on_and_ends_in_time,
     a_deadline_that_passes_in_user_space_comes_with_the_next_run,
@@ -268,6 +269,34 @@ fn the_farthest_deadline_does_not_come() -> Outcome {
     guest.finish()?;
     equal("interrupts", guest.count(VECTOR), 0)?;
     equal("the MSR", guest.result(0), u64::MAX)
+}
+
+guest_code!(
+    without_the_timer,
+    64,
+    x2apic!(),
+    tsc_now!(),
+    "mov %rax, %rdx; shr $32, %rdx; mov $0x6e0, %ecx",
+    guarded!("wrmsr"),
+    "xor %eax, %eax",
+    "mov $0x6e0, %ecx",
+    guarded!("rdmsr"),
+    "shl $32, %rdx",
+    "or %rdx, %rax",
+    "mov %rax, RESULT",
+    done!()
+);
+
+/// The table of KVM_GET_SUPPORTED_CPUID, which has no bit of this kind before 6.14, is what the kernel's own tests give.
+fn without_the_timer_in_cpuid_the_msr_is_ignored() -> Outcome {
+    let guest = Guest::new(Chip::Kernel, without_the_timer())?;
+    let mut table = guest.system.supported_cpuid()?;
+    if let Some(leaf) = table.find(1, 0) {
+        leaf.ecx = leaf.ecx & !(1 << 24) | 1 << 21;
+    }
+    guest.vcpu().set_cpuid(&table)?;
+    guest.finish()?;
+    equal("the MSR, exceptions", (guest.result(0), guest.faults().0), (0, 0))
 }
 
 guest_code!(

@@ -7,7 +7,8 @@ use crate::machine::guest::Guest;
 use crate::machine::layout::PORT_MARK;
 use crate::machine::saved::{Saved, nested};
 use crate::machine::smram::{SMRAM_BYTES, SmmGuest, in_smm};
-use crate::outcome::{Outcome, equal, fail};
+use crate::oracle;
+use crate::outcome::{Outcome, equal, fail, skip};
 use crate::runner::tests;
 
 use super::{
@@ -20,6 +21,7 @@ tests!("nested_smm":
     it_is_so_with_tables_of_l1s,
     a_vcpu_moves_within_the_mode_that_l2_was_left_for,
     an_smi_of_l1_leaves_its_operation_as_it_is,
+    rsm_into_an_l2_without_a_task_register_is_a_shutdown,
 );
 
 guest_code!(
@@ -118,4 +120,27 @@ fn an_smi_of_l1_leaves_its_operation_as_it_is() -> Outcome {
     in_handler(guest)?;
     in_handler(guest)?;
     computes(guest, 1)
+}
+
+fn rsm_into_an_l2_without_a_task_register_is_a_shutdown() -> Outcome {
+    if is_amd() {
+        return skip("VMRUN asks nothing of TR");
+    }
+    if oracle::is_stock() && oracle::kernel() < (7, 0) {
+        return skip("stock KVM before 7.0 ends L2's run instead");
+    }
+    // The attributes lie between the selector and the limit; P is bit 7.
+    const TR: u64 = 0xfe90;
+    const PRESENT: u64 = 1 << 23;
+    let smm = SmmGuest::over(hypervisor()?, handler())?;
+    let guest = &smm.guest;
+    computes(guest, 1)?;
+    rewind(guest);
+    in_l2(guest, 3)?;
+    smm.smi()?;
+    in_handler(guest)?;
+    smm.smram.write(TR, smm.saved(TR) & !PRESENT);
+    in_handler(guest)?;
+    equal("RSM", guest.exit()?, Exit::Shutdown)?;
+    equal("L2 runs", nested(guest.vcpu())?.flags() & GUEST_MODE, 0)
 }

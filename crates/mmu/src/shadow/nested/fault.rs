@@ -127,7 +127,7 @@ impl State {
         }
         let mut step = Step { entry, table: Some(table), gfn: page.gfn.get(), id, role };
         // The frame first: a fault that is given up for want of it must have set no flag.
-        let found = match self.nested_frame(view, &step, access) {
+        let found = match self.nested_frame(view, &step, grant, access) {
             Ok(found) => found,
             Err(wanted) => return Some(wanted),
         };
@@ -191,6 +191,7 @@ impl State {
                     gpa: entry_gpa(gfn, offset),
                     write: false,
                     exec: false,
+                    dirties: false,
                     table: Some(access.refused(role, Refusal::Absent)),
                 }));
             };
@@ -237,7 +238,7 @@ impl State {
         if !access.passes(last.role, walk.grant) {
             return self.refuse(access, last.role, Refusal::Rights(walk.grant));
         }
-        let found = match self.nested_frame(view, &last, access) {
+        let found = match self.nested_frame(view, &last, walk.grant, access) {
             Ok(found) => found,
             Err(wanted) => return wanted,
         };
@@ -272,13 +273,20 @@ impl State {
         &self,
         view: &View<'_>,
         last: &Step,
+        grant: Grant,
         access: &NestedAccess,
     ) -> Result<Found<'_>, NestedFault> {
         let gfn = last.role.frame_for(last.entry, access.gpa);
-        self.frame_at(view, gfn, last.role, access)
+        self.frame_at(view, gfn, last.role, access).map_err(|wanted| match wanted {
+            NestedFault::NeedFrame(frame) => {
+                let dirties = grant.has(Grant::W) && !last.entry & last.role.dirty() == 0;
+                NestedFault::NeedFrame(NestedFrame { dirties, ..frame })
+            }
+            other => other,
+        })
     }
 
-    /// Frame `gfn`, which an access in `role` leads to.
+    /// Frame `gfn`, which an access in `role` leads to, with rights that are all there.
     #[inline]
     pub(super) fn frame_at(
         &self,
@@ -300,6 +308,7 @@ impl State {
                 gpa: Gpa(gfn.gpa().0 | access.gpa & 0xfff),
                 write: access.write,
                 exec: access.fetch,
+                dirties: true,
                 table: None,
             })),
         }
@@ -364,6 +373,7 @@ impl State {
                     gpa: entry_gpa(step.gfn, offset),
                     write: true,
                     exec: false,
+                    dirties: false,
                     table: Some(access.refused(role, Refusal::Absent)),
                 }));
             }

@@ -30,6 +30,7 @@ impl State {
                 gpa: Gpa(access.gpa),
                 write: access.write,
                 exec: access.fetch,
+                dirties: false,
                 table: None,
             });
         }

@@ -49,6 +49,9 @@ pub struct NestedFrame {
     pub write: bool,
     /// The frame is fetched from.
     pub exec: bool,
+    /// L1's entries let the frame be written without another fault of theirs, which would set a dirty flag: it counts
+    /// as written when it is first touched, as every frame does that is mapped while writes are logged.
+    pub dirties: bool,
     /// An entry of L1's tables is wanted, not what L2 accesses: where nothing backs it, L1 hears
     /// this.
     pub table: Option<L1Fault>,
