@@ -23,6 +23,8 @@ pub struct GuestLimits {
     pub vmx: bool,
     /// Transactional regions exist for it, on this CPU too.
     pub rtm: bool,
+    /// Its CPUID tells of a vendor whose SYSENTER_ESP and SYSENTER_EIP have 64 bits; those of AMD's CPUs have 32.
+    pub wide_sysenter: bool,
     /// EFER bits that its CPUID offers.
     pub efer_allowed: u64,
     /// Bits of its physical addresses.

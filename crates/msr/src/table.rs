@@ -30,8 +30,8 @@ macro_rules! msrs {
              `vcpu`."
         {
             SYSENTER_CS        [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
-            SYSENTER_ESP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
-            SYSENTER_EIP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
+            SYSENTER_ESP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX, on AMD both for one of Intel's make";
+            SYSENTER_EIP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX, on AMD both for one of Intel's make";
             STAR               [saved]              []          "no exit";
             CSTAR              [saved]              [canonical] "no exit";
             KERNEL_GS_BASE     [saved]              [canonical] "no exit";

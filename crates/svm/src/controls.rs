@@ -168,6 +168,9 @@ impl<C: Cpu> Svm<C> {
         block.msr_map.intercept(msr::PRED_CMD, reads | writes.when(!limits.pred_cmd));
         // Its writes have to be known: the value is exchanged at the loop's ends.
         block.msr_map.intercept(msr::TSC_AUX, reads.when(!limits.tsc_aux) | writes);
+        for msr in [msr::SYSENTER_ESP, msr::SYSENTER_EIP] {
+            block.msr_map.intercept(msr, Directions::all().when(limits.wide_sysenter));
+        }
         // The CPU may keep the map as it keeps the block.
         block.mark(Clean::PERM_MAP);
         let (rdtscp, invpcid) = (limits.tsc_aux, limits.invpcid && !self.paging.shadow);

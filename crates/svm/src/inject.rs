@@ -93,7 +93,7 @@ impl<C: Cpu> Svm<C> {
 
     /// Takes the flags of a step back. True: there was one, and the guest made none of its own.
     pub(crate) fn disarm_step(&mut self) -> bool {
-        let Step::Armed { tf, rf } = self.cold.nmi.step else { return false };
+        let Step::Armed { tf, rf, bs } = self.cold.nmi.step else { return false };
         self.cold.nmi.step = Step::Off;
         // An IRET that has retired has popped the guest's own flags.
         let popped = self.cold.nmi.iret_at.is_some_and(|at| at != self.vmcb().save.rip);
@@ -102,8 +102,8 @@ impl<C: Cpu> Svm<C> {
             let own = |flag: Rflags, had: bool| if had { 0 } else { flag.bits() };
             save.rflags &= !(own(Rflags::TF, tf) | own(Rflags::RF, rf));
         }
-        // The guest steps itself: BS is its own too.
-        if !tf {
+        // Of a guest that steps itself BS is its own too, and so is one of before.
+        if !tf && !bs {
             save.dr6 &= !Dr6::BS;
         }
         !tf
@@ -226,7 +226,8 @@ impl<C: Cpu> Injection for Svm<C> {
         if !matches!(self.cold.nmi.step, Step::Armed { .. }) {
             let rflags = self.rflags();
             let (tf, rf) = (rflags.contains(Rflags::TF), rflags.contains(Rflags::RF));
-            self.cold.nmi.step = Step::Armed { tf, rf };
+            let bs = self.vmcb().save.dr6 & Dr6::BS != 0;
+            self.cold.nmi.step = Step::Armed { tf, rf, bs };
             self.set_rflags(rflags | Rflags::TF | Rflags::RF);
         }
         NmiWindow::Step

@@ -23,9 +23,20 @@ pub(crate) const LIVE: [u32; 10] = [
     msr::SYSENTER_EIP,
 ];
 
+/// What every CPU keeps of SYSENTER_ESP and SYSENTER_EIP.
+const LOW: u64 = u32::MAX as u64;
+
+impl<C: Cpu> Svm<C> {
+    /// SYSENTER_ESP or SYSENTER_EIP as the guest knows it, of which the block has `kept`.
+    fn sysenter(&self, kept: u64, high: u64) -> u64 {
+        if self.cold.limits.wide_sysenter { kept & LOW | high } else { kept }
+    }
+}
+
 impl<C: Cpu> Msrs for Svm<C> {
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
         let save = &self.vmcb().save;
+        let [esp_high, eip_high] = self.cold.sysenter_high;
         Ok(match index {
             msr::STAR => save.star,
             msr::LSTAR => save.lstar,
@@ -35,8 +46,8 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::FS_BASE => save.segments[vmcb::SEG_FS].base,
             msr::GS_BASE => save.segments[vmcb::SEG_GS].base,
             msr::SYSENTER_CS => save.sysenter_cs,
-            msr::SYSENTER_ESP => save.sysenter_esp,
-            msr::SYSENTER_EIP => save.sysenter_eip,
+            msr::SYSENTER_ESP => self.sysenter(save.sysenter_esp, esp_high),
+            msr::SYSENTER_EIP => self.sysenter(save.sysenter_eip, eip_high),
             msr::PAT => save.g_pat,
             msr::DEBUGCTL => save.dbgctl,
             msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {
@@ -71,6 +82,12 @@ impl<C: Cpu> Msrs for Svm<C> {
                 return if self.set_branch_record(index, value) { Ok(()) } else { Err(NotMine) };
             }
             _ => {
+                match (index, &mut self.cold.sysenter_high) {
+                    (msr::SYSENTER_ESP, [high, _]) | (msr::SYSENTER_EIP, [_, high]) => {
+                        *high = value & !LOW;
+                    }
+                    _ => {}
+                }
                 let save = &mut self.vmcb_mut(Clean::empty()).save;
                 let slot = match index {
                     msr::STAR => &mut save.star,

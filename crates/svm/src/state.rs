@@ -45,6 +45,8 @@ pub enum Step {
         tf: bool,
         /// The guest's RF.
         rf: bool,
+        /// The guest's DR6.BS, which no processor clears.
+        bs: bool,
     },
     /// The exit was the #DB of the step, and of nothing else.
     Trapped,
@@ -66,6 +68,8 @@ pub enum Virq {
 #[derive(Debug, Default)]
 pub(crate) struct Cold {
     pub(crate) limits: GuestLimits,
+    /// The upper halves of SYSENTER_ESP and SYSENTER_EIP, which the CPU drops.
+    pub(crate) sysenter_high: [u64; 2],
     pub(crate) nmi: NmiState,
     /// What L1's processor offers it.
     pub(crate) offered: Offered,

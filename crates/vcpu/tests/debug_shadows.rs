@@ -190,6 +190,29 @@ fn int1_says_nothing_in_dr6() {
     assert!(matches!(ended, UserExit::Debug { dr6: 0xffff_0ff0, .. }), "{ended:?}");
 }
 
+/// The debug registers are the guest's for the run: what it wrote to DR6 without an exit is what a step in the same run adds to.
+#[test]
+fn a_step_over_what_the_loop_answers_adds_to_the_guests_own_dr6() {
+    const BD: u64 = 1 << 13;
+    const RESET: u64 = 0xffff_0ff0;
+    for (had, written) in [(RESET | 0xf, RESET), (RESET, RESET | BD)] {
+        let mut v = vcpu();
+        v.set_debug_regs([0, 0, 0, 0, had, 0x401]);
+        let model = &mut v.backend().cpu().inner().vmx;
+        model.guest_writes_dr6 = Some(written);
+        model.then(|vmcs, gprs| {
+            exit(ExitReason::Cpuid)(vmcs, gprs);
+            vmcs.set(field::GUEST_RFLAGS, 2 | TF);
+        });
+        model.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), event::VALID | event::EXCEPTION | 1);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        assert_eq!(v.debug_regs()[4], written | BS);
+    }
+}
+
 #[test]
 fn a_debuggers_general_detect_stops_before_the_access() {
     let mut v = vcpu();

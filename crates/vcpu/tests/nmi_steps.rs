@@ -95,6 +95,24 @@ fn the_trap_of_the_step_leaves_nothing_behind() {
     assert_eq!(v.debug_regs()[4], 0xffff_0ff0);
 }
 
+/// No processor clears BS: it may be there from a step that the guest made long before.
+#[test]
+fn the_guests_own_bs_outlives_the_step() {
+    let mut v = waiting();
+    v.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0 | BS, 0x400]);
+    let script = v.backend().cpu().inner();
+    script.then(|vmcb, gprs| {
+        assert_eq!((entered(vmcb), vmcb.save.dr6 & BS), (TF | RF, BS));
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    script.injects(NMI);
+    script.then(|vmcb, gprs| {
+        assert_eq!((entered(vmcb), vmcb.save.dr6 & BS), (0, BS));
+        shutdown(vmcb, gprs);
+    });
+    run(&mut v);
+}
+
 #[test]
 fn user_space_does_not_see_the_step() {
     let mut v = waiting();

@@ -93,7 +93,8 @@ impl<C: Cpu> Vmx<C> {
         if raised == vector::PF {
             self.replace_cr2(bits);
         } else if raised == vector::DB {
-            self.set_dr6(self.cold.dr6.get().after_db(bits));
+            let before = self.dr6();
+            self.set_dr6(before.after_db(bits));
             // GD is cleared by the delivery of #DB, lest its handler fault at its first access (SDM vol. 3B §18.2.4).
             self.set_dr7(self.dr7().without_general_detect());
         }

@@ -27,6 +27,14 @@ impl<C: Cpu> Vmx<C> {
         self.intercept_debug_regs();
     }
 
+    /// The guest's DR6, out of the hardware where the guest owns it: it may have written it since the loop was entered.
+    pub(crate) fn dr6(&mut self) -> Dr6 {
+        if self.vmcs.is_loaded() && self.cold.debug.owned() {
+            self.cold.dr6.save(&mut self.cpu);
+        }
+        self.cold.dr6.get()
+    }
+
     /// Sets DR6, in the hardware too where the guest owns it.
     pub(crate) fn set_dr6(&mut self, value: Dr6) {
         self.cold.dr6.set(value);

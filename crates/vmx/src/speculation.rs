@@ -86,6 +86,7 @@ mod tests {
         invpcid: false,
         vmx: false,
         rtm: false,
+        wide_sysenter: false,
         efer_allowed: 0,
         maxphyaddr: 0,
         svm_features: 0,

@@ -101,6 +101,8 @@ pub struct VmxModel {
     pub refuse: bool,
     /// What the guest writes to SPEC_CTRL during its next run, without an exit.
     pub guest_writes_spec_ctrl: Option<u64>,
+    /// What the guest writes to DR6 during its next run, without an exit.
+    pub guest_writes_dr6: Option<u64>,
     /// SPEC_CTRL as the guest found it at its last entry.
     pub spec_ctrl_at_entry: u64,
     /// Every guest's run takes so many ticks of the TSC.
@@ -243,6 +245,9 @@ impl VmxCpu for Model {
         for value in [switch.guest_spec_ctrl, switch.host_spec_ctrl] {
             let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
+        }
+        if let Some(dr6) = self.vmx.guest_writes_dr6.take() {
+            self.debug_regs[6] = dr6;
         }
         let mut step = self.vmx.script.pop_front().expect("the script has ended");
         let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();

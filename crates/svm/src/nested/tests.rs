@@ -117,3 +117,27 @@ fn vmload_of_l1_is_the_cpus_while_svm_is_on_and_that_of_l2_never() {
     assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
     assert_eq!(found(&svm), (both, 0), "the CPU cannot");
 }
+
+/// AMD's CPUs keep 32 bits of the two, and a guest that was told of Intel's reads 64 (APM vol. 2 §6.1.2).
+#[test]
+fn a_guest_of_another_make_has_all_of_sysenters_addresses() {
+    use backend::Msrs as _;
+    const ALL: u64 = 0x1234_5678_9abc;
+    let features = Features { asids: 8, npt: true, ..Features::default() };
+    let _ = crate::percpu::set_up(features, 4);
+    for wide in [true, false] {
+        let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
+        svm.set_limits(GuestLimits { wide_sysenter: wide, ..GuestLimits::default() });
+        svm.set_msr_filter(|_| Directions::empty());
+        for index in [msr::SYSENTER_ESP, msr::SYSENTER_EIP] {
+            let exits = svm.block.msr_map.intercepted(index);
+            assert_eq!(exits, Directions::all().when(wide));
+            svm.set_msr(index, ALL).unwrap();
+        }
+        // What the CPU makes of them.
+        let save = &mut svm.vmcb_mut(Clean::empty()).save;
+        (save.sysenter_esp, save.sysenter_eip) = (ALL & 0xffff_ffff, ALL & 0xffff_ffff);
+        let told = if wide { ALL } else { ALL & 0xffff_ffff };
+        assert_eq!((svm.msr(msr::SYSENTER_ESP), svm.msr(msr::SYSENTER_EIP)), (Ok(told), Ok(told)));
+    }
+}

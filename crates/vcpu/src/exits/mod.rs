@@ -9,5 +9,6 @@ mod interpret;
 mod machine;
 pub(crate) mod msr_exits;
 pub(crate) mod slow;
+mod syscall;
 pub(crate) mod table;
 pub(crate) mod task;

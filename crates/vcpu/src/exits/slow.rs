@@ -17,6 +17,8 @@ use crate::{
     state::debug::guestdbg,
 };
 
+use super::syscall::SYSCALL;
+
 const DB: u8 = 1;
 const BP: u8 = 3;
 const UD: u8 = 6;
@@ -233,7 +235,7 @@ impl<B: Backend> Vcpu<B> {
             }
         } else if bytes.starts_with(&RSM) && self.smm.active {
             self.resume_from_smm();
-        } else {
+        } else if !(bytes.starts_with(&SYSCALL) && self.do_syscall()) {
             self.raise(Exception::ud());
         }
         Ok(())

@@ -9,7 +9,7 @@
 use backend::{Backend, GuestLimits};
 use stats::VcpuCount;
 use vm::irq::Irqchip;
-use x86::cpuid::feature;
+use x86::cpuid::{Vendor, feature};
 
 use crate::{Vcpu, run::inner::dynamic_inputs};
 
@@ -96,6 +96,7 @@ impl<B: Backend> Vcpu<B> {
             invpcid: f(feature::INVPCID),
             vmx: f(feature::VMX),
             rtm: f(feature::RTM) && self.rare.offered.cpuid.has(feature::RTM),
+            wide_sysenter: matches!(c.vendor(), Vendor::Intel | Vendor::Centaur),
             efer_allowed: c.efer_allowed().bits(),
             maxphyaddr: c.maxphyaddr(),
             svm_features: c.svm_features(),

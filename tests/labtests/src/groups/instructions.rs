@@ -33,6 +33,7 @@ tests!("instructions":
     user_space_can_single_step,
     the_fpu_state_survives_exits,
     real_mode_can_become_protected_mode,
+    syscall_from_32_bit_code_is_the_guests_makes,
 );
 
 guest_code!(
@@ -637,4 +638,63 @@ fn real_mode_can_become_protected_mode() -> Outcome {
     let guest = Guest::real(to_protected_mode())?;
     guest.finish()?;
     equal("what it stored", guest.memory.read(FREE) as u32, 0x1234_5678)
+}
+
+guest_code!(
+    // SYSCALL under TF, in code of 32 bits, where these bytes say the same; what it has made, in code of 64.
+    syscall_from_compatibility_mode,
+    64,
+    "pushfq",
+    "orl $0x100, (%rsp)",
+    "popfq",
+    "syscall",
+    "mov %rcx, RESULT",
+    "mov %r11, RESULT + 8",
+    "pushfq",
+    "pop %rax",
+    "mov %rax, RESULT + 16",
+    "mov %cs, %eax",
+    "mov %rax, RESULT + 24",
+    "mov %ss, %eax",
+    "mov %rax, RESULT + 32",
+    done!()
+);
+
+/// On Intel's CPUs the instruction is #UD there: a guest that came from AMD's has 32-bit programs that use it.
+fn syscall_from_32_bit_code_is_the_guests_makes() -> Outcome {
+    const STAR: u32 = 0xc000_0081;
+    const CSTAR: u32 = 0xc000_0083;
+    const SFMASK: u32 = 0xc000_0084;
+    const TF: u64 = 1 << 8;
+    const IF: u64 = 1 << 9;
+    const SCE: u64 = 1;
+    let guest = Guest::new(Chip::None, syscall_from_compatibility_mode())?;
+    let vcpu = guest.vcpu();
+    let mut table = guest.system.supported_cpuid()?;
+    for function in [0, 0x8000_0000] {
+        if let Some(leaf) = table.find(function, 0) {
+            // "AuthenticAMD".
+            (leaf.ebx, leaf.edx, leaf.ecx) = (0x6874_7541, 0x6974_6e65, 0x444d_4163);
+        }
+    }
+    if let Some(leaf) = table.find(0x8000_0001, 0) {
+        leaf.edx |= 1 << 11;
+    }
+    vcpu.set_cpuid(&table)?;
+    let (mut regs, mut sregs) = (vcpu.regs()?, vcpu.sregs()?);
+    sregs.efer |= SCE;
+    (sregs.cs.l, sregs.cs.db, sregs.cs.limit, sregs.cs.g) = (0, 1, u32::MAX, 1);
+    vcpu.set_sregs(&sregs)?;
+    regs.rflags |= IF;
+    vcpu.set_regs(&regs)?;
+    let (selector, next) = (u64::from(sregs.cs.selector & !3), regs.rip + 11);
+    vcpu.set_msr(STAR, selector << 32)?;
+    vcpu.set_msr(CSTAR, next)?;
+    vcpu.set_msr(SFMASK, TF)?;
+    guest.finish()?;
+    equal("exceptions", guest.faults().0, 0)?;
+    equal("RCX, R11", (guest.result(0), guest.result(1)), (next, regs.rflags | TF))?;
+    // What SFMASK takes steps no more.
+    equal("RFLAGS", guest.result(2), regs.rflags)?;
+    equal("CS, SS", (guest.result(3), guest.result(4)), (selector, selector + 8))
 }
