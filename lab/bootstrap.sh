@@ -3,7 +3,7 @@
 # cache folder: the Rust toolchain, three kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
-#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests, the debug kernel and fuzz; see packages.txt)
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but the selftests, the debug kernel and fuzz; see packages.txt)
 #   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
 #
 # Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
@@ -26,7 +26,7 @@ newer_lock=$out/lab.lock.newer
 layout=3
 all_groups="toolchain kernel-6.12 kernel-6.1 kernel-7.3 qemu bochs busybox tcc"
 # Made sure of only where they are named.
-other_groups="selftests kernel-6.12-debug fuzz"
+other_groups="selftests selftests-7.3 kernel-6.12-debug fuzz"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -69,7 +69,7 @@ need_plain_packages() {
 # release_of GROUP: the release of Debian whose suites have it.
 release_of() {
     case $1 in
-        kernel-7.3) printf 'trixie' ;;
+        kernel-7.3 | selftests-7.3) printf 'trixie' ;;
         *) printf 'bookworm' ;;
     esac
 }
@@ -273,8 +273,15 @@ unpack_into() {
                     continue ;;
                 esac
                 dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -O --wildcards '*.tar.xz' | xz -dc |
-                    tar -x -C "$into" --strip-components=1 --wildcards '*/Makefile' '*/Kbuild' '*/Kconfig' 'linux-source-*/scripts/*' \
-                        'linux-source-*/include/*' 'linux-source-*/arch/x86/*' 'linux-source-*/usr/*' 'linux-source-*/tools/*' ;;
+                    tar -x -C "$into" --strip-components=1 --wildcards --no-wildcards-match-slash 'linux-source-*/Makefile' \
+                        'linux-source-*/scripts' 'linux-source-*/include' 'linux-source-*/usr' 'linux-source-*/arch/x86/Makefile*' \
+                        'linux-source-*/arch/x86/include' 'linux-source-*/arch/x86/entry/syscalls' 'linux-source-*/arch/x86/tools' \
+                        'linux-source-*/tools/include' 'linux-source-*/tools/arch/x86' 'linux-source-*/tools/scripts' \
+                        'linux-source-*/tools/build' 'linux-source-*/tools/lib/rbtree.c' \
+                        'linux-source-*/tools/testing/selftests/*.[hm]*' 'linux-source-*/tools/testing/selftests/kvm' \
+                        'linux-source-*/tools/testing/selftests/rseq' 'linux-source-*/tools/testing/selftests/cgroup' \
+                        'linux-source-*/tools/testing/selftests/clone3' 'linux-source-*/tools/testing/selftests/vfio/lib/*.mk' \
+                        'linux-source-*/tools/testing/selftests/vfio/lib/include' 2>/dev/null || true ;;
             *) dpkg-deb -x "$(deb_file "$sha")" "$into" ;;
         esac
     done
@@ -291,7 +298,7 @@ finish() {
         bochs) finish_bochs "$2" ;;
         busybox) ;;
         tcc) finish_tcc "$2" ;;
-        selftests) finish_selftests "$2" ;;
+        selftests | selftests-*) finish_selftests "$1" "$2" ;;
         fuzz) finish_fuzz "$2" ;;
     esac
 }
@@ -506,17 +513,21 @@ finish_tcc() {
 }
 
 # The kernel's selftests of KVM, linked statically, in bin/; their source goes again.
-finish_selftests() {
-    tests=$1/tools/testing/selftests/kvm
+finish_selftests() { # finish_selftests GROUP FOLDER
+    tests=$2/tools/testing/selftests/kvm log=$out/$1.log
+    # A device under VFIO is given to one test, where it is asked for one. What that takes wants libuuid and drivers' headers.
+    vfio=$2/tools/testing/selftests/vfio/lib/libvfio.mk
+    [ ! -f "$vfio" ] || printf '%s\n' 'CFLAGS += -I../vfio/lib/include' \
+        '$(OUTPUT)/irq_test: LDLIBS += -Wl,--unresolved-symbols=ignore-all' >"$vfio"
     # Beneath a make the suite's Makefiles take theirs for who says where to build.
     unset MAKELEVEL MAKEFLAGS MFLAGS
-    make -s -C "$1" headers ARCH=x86 >"$out/selftests.log" 2>&1 || die "the kernel's headers cannot be made, see $out/selftests.log"
-    make -s -C "$tests" -j"$(nproc)" ARCH=x86_64 KHDR_INCLUDES="-isystem $1/usr/include" LDFLAGS='-static -pthread' \
-        >>"$out/selftests.log" 2>&1 || die "the selftests do not build, see $out/selftests.log"
-    mkdir "$1/bin"
-    find "$tests" -maxdepth 2 -type f -perm -1 ! -name '*.*' | while read -r test; do strip -o "$1/bin/$(basename "$test")" "$test"; done
-    [ -x "$1/bin/state_test" ] || die "the selftests are incomplete"
-    find "$1" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} +
+    make -s -C "$2" headers ARCH=x86 >"$log" 2>&1 || die "the kernel's headers cannot be made, see $log"
+    make -s -C "$tests" -j"$(nproc)" ARCH=x86_64 KHDR_INCLUDES="-isystem $2/usr/include" LDFLAGS='-static -pthread' \
+        >>"$log" 2>&1 || die "the selftests do not build, see $log"
+    mkdir "$2/bin"
+    find "$tests" -maxdepth 2 -type f -perm -1 ! -name '*.*' | while read -r test; do strip -o "$2/bin/$(basename "$test")" "$test"; done
+    [ -x "$2/bin/state_test" ] || die "the selftests are incomplete"
+    find "$2" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} +
 }
 
 # libFuzzer and the runtimes of the sanitizers, of the LLVM that the compiler has, in one folder.

@@ -2,7 +2,7 @@
 # public.sh kvm-ioctls|gvisor|selftests amd|intel stock|gannet: builds a public program from its own source, and runs it in the lab's
 # machine with that module. Needs cargo or go (selftests: gcc), and a network the first time. KERNEL=6.1 for the other kernel.
 # TESTS='state_test smm_test' runs those of the kernel's selftests (default: those for guests of guests; all: every one),
-# LIMIT=60 is how many seconds of the machine's each may take.
+# LIMIT=60 is how many seconds of the machine's each may take, SELFTESTS=7.3 takes those of that kernel's source.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 program=$1 machine=$2 module=$3
@@ -51,17 +51,22 @@ INSIDE
         programs="$folder/runsc $folder/gvisor.sh"
         command='sh /bin/gvisor.sh' ;;
     selftests)
-        # The kernel's own selftests of KVM, from Debian's source of the kernel that the lab runs.
-        "$root/lab/bootstrap.sh" selftests
-        tests=$root/target/lab/selftests/bin
-        nested='nested_exceptions_test state_test smm_test triple_fault_event_test hyperv_evmcs hyperv_svm_test'
+        # The kernel's own selftests of KVM, from Debian's source of a kernel that the lab runs.
+        case ${SELFTESTS:-6.12} in
+            6.12) group=selftests ;;
+            *) group=selftests-$SELFTESTS ;;
+        esac
+        "$root/lab/bootstrap.sh" "$group"
+        tests=$root/target/lab/$group/bin
+        nested='state_test smm_test triple_fault_event_test hyperv_evmcs hyperv_svm_test'
+        runs=20
         case ${TESTS:-nested} in
-            nested) TESTS="$nested $(cd "$tests" && echo svm_* vmx_*)" ;;
-            all) TESTS=$(cd "$tests" && echo *) ;;
+            nested) TESTS="$nested $(cd "$tests" && echo nested_* svm_* vmx_*)" ;;
+            all) TESTS=$(cd "$tests" && echo *) runs=60 ;;
         esac
         programs=$root/tests/vmms/selftests.sh
         for test in $TESTS; do programs="$programs $tests/$test"; done
-        set -- PARAMETERS="${PARAMETERS-nested=1}" SECONDS="$((${LIMIT:-60} * 20))"
+        set -- PARAMETERS="${PARAMETERS-nested=1}" SECONDS="$((${LIMIT:-60} * runs))"
         command="LIMIT=${LIMIT:-60} VERBOSE=${VERBOSE:-} sh /bin/selftests.sh $(echo $TESTS)" ;;
     *) echo "no such program: $program" >&2; exit 2 ;;
 esac
