@@ -52,7 +52,11 @@ fn test(
 }
 
 fn expect(holds: bool, outcome: &Outcome) -> Result<(), String> {
-    if holds { Ok(()) } else { Err(format!("the console ends with:\n{}", outcome.tail(20))) }
+    if holds {
+        return Ok(());
+    }
+    let status = outcome.status.map_or("no answer".to_owned(), |status| format!("status {status}"));
+    Err(format!("{status}; the console ends with:\n{}", outcome.tail(20)))
 }
 
 /// The kernel, and the machine where it is not the first one.
