@@ -8,6 +8,9 @@ pub struct NotMine;
 pub trait Msrs {
     /// Reads an MSR that lives in the control block or in hardware.
     fn msr(&self, index: u32) -> Result<u64, NotMine>;
+    /// Whether the CPU alone has such an MSR while the loop runs: [`msr`](Msrs::msr) and [`set_msr`](Msrs::set_msr) mean
+    /// something outside alone.
+    fn is_lent(index: u32) -> bool;
     /// Writes such an MSR; the value was validated by the caller.
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine>;
     /// Makes an IBPB that the guest asked for; only where the CPU has PRED_CMD.

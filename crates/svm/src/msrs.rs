@@ -24,16 +24,27 @@ pub(crate) const LIVE: [u32; 10] = [
 ];
 
 /// What every CPU keeps of SYSENTER_ESP and SYSENTER_EIP.
-const LOW: u64 = u32::MAX as u64;
+pub(crate) const LOW: u64 = u32::MAX as u64;
 
 impl<C: Cpu> Svm<C> {
     /// SYSENTER_ESP or SYSENTER_EIP as the guest knows it, of which the block has `kept`.
-    fn sysenter(&self, kept: u64, high: u64) -> u64 {
+    pub(crate) fn sysenter(&self, kept: u64, high: u64) -> u64 {
         if self.cold.limits.wide_sysenter { kept & LOW | high } else { kept }
     }
 }
 
 impl<C: Cpu> Msrs for Svm<C> {
+    /// [`LIVE`], by its ranges. They exit where the guest must not have them by itself: by its make, or by a map of L1's.
+    #[inline]
+    fn is_lent(index: u32) -> bool {
+        matches!(
+            index,
+            msr::SYSENTER_CS..=msr::SYSENTER_EIP
+                | msr::STAR..=msr::SYSCALL_MASK
+                | msr::FS_BASE..=msr::KERNEL_GS_BASE
+        )
+    }
+
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
         let save = &self.vmcb().save;
         let [esp_high, eip_high] = self.cold.sysenter_high;

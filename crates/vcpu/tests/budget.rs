@@ -122,6 +122,22 @@ fn an_interrupt_to_oneself_is_taken_and_ended_in_two_vmruns() {
     assert_eq!(v.shared().lapic.in_service(), None);
 }
 
+/// VMSAVE would put what is in the CPU over a value that is set in the block, and what the block says is of long ago.
+#[test]
+fn what_the_cpu_alone_has_in_the_loop_is_accessed_outside_of_it() {
+    let sysenter = 0x174..=0x176;
+    for index in sysenter.chain(0xc000_0081..=0xc000_0084).chain(0xc000_0100..=0xc000_0102) {
+        for write in [false, true] {
+            let ten = cost_of(move |vmcb, gprs| {
+                (gprs.0[RCX], gprs.0[RDX], vmcb.save.rax) = (index, 0, 0);
+                exit(ExitCode::Msr)(vmcb, gprs);
+                vmcb.control.exit_info_1 = write.into();
+            });
+            assert_eq!((ten.of(Op::Stgi), ten.of(Op::Vmsave)), (10, 10), "{index:#x} {write}");
+        }
+    }
+}
+
 #[test]
 fn leaving_the_loop_costs_one_save_and_two_loads_and_no_msr() {
     let mut v = vcpu();

@@ -50,6 +50,11 @@ impl<C: Cpu> Vmx<C> {
 }
 
 impl<C: Cpu> Msrs for Vmx<C> {
+    /// The VMCS or this vCPU has all of them, and what is set is in the CPU at once.
+    fn is_lent(_: u32) -> bool {
+        false
+    }
+
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
         Ok(match index {
             msr::STAR => self.syscall.star,
@@ -79,7 +84,9 @@ impl<C: Cpu> Msrs for Vmx<C> {
         // than this CPU has.
         // Sign-extended, not refused: whoever sets it has checked it by what the guest was told.
         let value = match index {
+            // CSTAR is where an emulated SYSCALL goes.
             msr::LSTAR
+            | msr::CSTAR
             | msr::KERNEL_GS_BASE
             | msr::FS_BASE
             | msr::GS_BASE

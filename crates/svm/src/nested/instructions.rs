@@ -14,7 +14,7 @@ use x86::{
 };
 use zerocopy::IntoBytes;
 
-use crate::state::Svm;
+use crate::{msrs::LOW, state::Svm};
 
 /// Where the save area begins.
 const SAVE: u64 = offset_of!(Vmcb, save) as u64;
@@ -163,6 +163,7 @@ impl<C: Cpu> Svm<C> {
         (save.star, save.lstar, save.cstar, save.sfmask) = (star, lstar, cstar, sfmask);
         save.kernel_gs_base = kernel_gs_base;
         (save.sysenter_cs, save.sysenter_esp, save.sysenter_eip) = (cs, esp, eip);
+        self.cold.sysenter_high = [esp & !LOW, eip & !LOW];
         // Inside the loop these registers are in the CPU, and not in the block.
         if self.loaded {
             self.cpu.vmload(self.block.hpa());
@@ -184,6 +185,7 @@ impl<C: Cpu> Svm<C> {
                 return self.missing(l1);
             }
         }
+        let [esp_high, eip_high] = self.cold.sysenter_high;
         let msrs = [
             save.star,
             save.lstar,
@@ -191,8 +193,8 @@ impl<C: Cpu> Svm<C> {
             save.sfmask,
             save.kernel_gs_base,
             save.sysenter_cs,
-            save.sysenter_esp,
-            save.sysenter_eip,
+            self.sysenter(save.sysenter_esp, esp_high),
+            self.sysenter(save.sysenter_eip, eip_high),
         ];
         if l1.write(Gpa(at.0 + MSRS), msrs.as_bytes()).is_err() {
             return self.missing(l1);

@@ -229,7 +229,8 @@ impl<C: Cpu> Svm<C> {
             return;
         }
         let bits = (Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
-        let on = self.efer_shown & Efer::SVME.bits() != 0;
+        // Where SYSENTER's MSRs are wider than the CPU's, the CPU moves half of them.
+        let on = self.efer_shown & Efer::SVME.bits() != 0 && !self.cold.limits.wide_sysenter;
         self.change_intercepts(|[.., fourth, _]| {
             *fourth = *fourth & !bits | if on { 0 } else { bits };
         });

@@ -34,6 +34,7 @@ tests!("instructions":
     the_fpu_state_survives_exits,
     real_mode_can_become_protected_mode,
     syscall_from_32_bit_code_is_the_guests_makes,
+    sysenters_msrs_are_as_wide_as_the_guests_make_has_them,
 );
 
 guest_code!(
@@ -659,6 +660,46 @@ guest_code!(
     "mov %rax, RESULT + 32",
     done!()
 );
+
+guest_code!(
+    writes_sysenter,
+    64,
+    "mov $0x175, %ecx",
+    "mov $0x56789abc, %eax",
+    "mov $0x1234, %edx",
+    "wrmsr",
+    "inc %ecx",
+    "wrmsr",
+    "out %al, $PORT_MARK",
+    "rdmsr",
+    "shl $32, %rdx",
+    "or %rdx, %rax",
+    "mov %rax, RESULT",
+    "mov $0x175, %ecx",
+    "rdmsr",
+    "shl $32, %rdx",
+    "or %rdx, %rax",
+    "mov %rax, RESULT + 8",
+    done!()
+);
+
+fn sysenters_msrs_are_as_wide_as_the_guests_make_has_them() -> Outcome {
+    const ALL: u64 = 0x1234_5678_9abc;
+    let guest = Guest::new(Chip::None, writes_sysenter())?;
+    let mut table = guest.system.supported_cpuid()?;
+    for function in [0, 0x8000_0000] {
+        if let Some(leaf) = table.find(function, 0) {
+            // "GenuineIntel".
+            (leaf.ebx, leaf.edx, leaf.ecx) = (0x756e_6547, 0x4965_6e69, 0x6c65_746e);
+        }
+    }
+    guest.vcpu().set_cpuid(&table)?;
+    guest.reach_mark()?;
+    let told = (guest.vcpu().msr(0x175)?, guest.vcpu().msr(0x176)?);
+    equal("user space", told, (Some(ALL), Some(ALL)))?;
+    guest.finish()?;
+    equal("the guest", (guest.result(0), guest.result(1)), (ALL, ALL))
+}
 
 /// On Intel's CPUs the instruction is #UD there: a guest that came from AMD's has 32-bit programs that use it.
 fn syscall_from_32_bit_code_is_the_guests_makes() -> Outcome {
