@@ -13,6 +13,9 @@ pub trait Exits: Sized {
     /// The last byte of the CPU's hypercall: in it alone VMMCALL and VMCALL differ.
     const HYPERCALL: u8;
 
+    /// The CPU has SYSCALL outside of 64-bit code, too.
+    const HAS_LEGACY_SYSCALL: bool;
+
     /// The exit before it has a neutral form. Whether an exit of a guest's guest is the guest hypervisor's is
     /// to be asked of this, and of the control block: the neutral form is our own hypervisor's.
     fn raw(&self) -> Self::Raw;

@@ -2,7 +2,7 @@
 //! L1's. The backend knows where they are and how a fault on them is told; who walks them is above.
 
 use x86::vmcs::ApicAccess;
-use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hpa};
+use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Gva, Hpa};
 
 use crate::{Event, Executed, Gprs, L1Memory, ability::Absent};
 
@@ -66,8 +66,13 @@ pub enum NestedPageFault {
 pub enum TablesRefuse {
     /// #VMEXIT(NPF) with this EXITINFO1.
     Npf(u64),
-    /// An EPT violation with this exit qualification.
-    Violation(u64),
+    /// An EPT violation.
+    Violation {
+        /// The exit qualification.
+        qualification: u64,
+        /// Where an access in software was. `None`: the exit tells it.
+        linear: Option<Gva>,
+    },
     /// An EPT misconfiguration.
     Misconfiguration,
     /// Nothing: the access goes to the frame that stands for L2's local APIC.

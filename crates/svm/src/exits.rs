@@ -162,6 +162,7 @@ impl<C: Cpu> Exits for Svm<C> {
     /// The VMCB's registers are undefined after a shutdown (APM vol. 2 §15.14.3).
     const KEEPS_STATE_AT_SHUTDOWN: bool = false;
     const HYPERCALL: u8 = 0xd9;
+    const HAS_LEGACY_SYSCALL: bool = true;
 
     #[inline(always)]
     fn raw(&self) -> ExitCode {

@@ -277,6 +277,7 @@ impl<C: Cpu> Exits for Vmx<C> {
 
     const KEEPS_STATE_AT_SHUTDOWN: bool = true;
     const HYPERCALL: u8 = 0xc1;
+    const HAS_LEGACY_SYSCALL: bool = false;
 
     /// Read by the exit itself.
     #[inline(always)]

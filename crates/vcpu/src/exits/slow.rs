@@ -235,7 +235,7 @@ impl<B: Backend> Vcpu<B> {
             }
         } else if bytes.starts_with(&RSM) && self.smm.active {
             self.resume_from_smm();
-        } else if !(bytes.starts_with(&SYSCALL) && self.do_syscall()) {
+        } else if B::HAS_LEGACY_SYSCALL || !bytes.starts_with(&SYSCALL) || !self.do_syscall() {
             self.raise(Exception::ud());
         }
         Ok(())

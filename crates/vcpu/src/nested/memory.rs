@@ -9,7 +9,7 @@ use mmu::{
     walk,
 };
 use vm::memory::VmMemory;
-use x86::{Direction, Exception, Gfn, Gpa};
+use x86::{Direction, Exception, Gfn, Gpa, Gva};
 
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
@@ -93,8 +93,8 @@ pub(super) struct Whole<'a> {
     paging: Option<PagingContext>,
     /// L1's tables, which L2's addresses go through.
     tables: Option<Tables>,
-    /// An address of L2's that those refuse.
-    refused: Cell<Option<(Gpa, L1Fault)>>,
+    /// An address of L2's that those refuse, physical and linear.
+    refused: Cell<Option<(Gpa, L1Fault, Gva)>>,
 }
 
 impl<'a> Whole<'a> {
@@ -109,7 +109,7 @@ impl<'a> Whole<'a> {
     }
 
     /// The address of L2's that L1's tables refused: nothing may be kept of what was done.
-    pub(super) fn refused(&self) -> Option<(Gpa, L1Fault)> {
+    pub(super) fn refused(&self) -> Option<(Gpa, L1Fault, Gva)> {
         self.refused.get()
     }
 
@@ -128,7 +128,7 @@ impl<'a> Whole<'a> {
             Err(LinearError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
                 // An error alone would be a fault of L1's: the caller looks here first.
-                self.refused.set(Some((gpa, fault)));
+                self.refused.set(Some((gpa, fault, Gva(linear))));
                 Err(Reach::Outside)
             }
             Err(LinearError::Stage(StageError::Memory { .. })) => Err(Reach::Outside),

@@ -65,10 +65,11 @@ impl Stage {
     }
 }
 
-const fn told(fault: L1Fault) -> TablesRefuse {
+/// `linear`: where an access in software was.
+const fn told(fault: L1Fault, linear: Option<Gva>) -> TablesRefuse {
     match fault {
         L1Fault::Npf { info } => TablesRefuse::Npf(info),
-        L1Fault::Violation { qualification } => TablesRefuse::Violation(qualification),
+        L1Fault::Violation { qualification } => TablesRefuse::Violation { qualification, linear },
         L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
         L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access),
         // Where there was room it would have been noted.
@@ -316,7 +317,7 @@ impl<B: Backend> Vcpu<B> {
                 let Some(nested) = b.nested_mut() else { return Next::Leave };
                 let l1 = Mapped::new(memory, view);
                 let at = Gpa(access.gpa);
-                let done = nested.refuse(gprs, at, told(fault), undelivered, &l1);
+                let done = nested.refuse(gprs, at, told(fault, None), undelivered, &l1);
                 self.refused(done)
             }
             NestedFault::NeedFrame(missing) => {
@@ -394,7 +395,7 @@ impl<B: Backend> Vcpu<B> {
             {
                 return Ok(());
             }
-            self.refuse_outside(Gpa(access.gpa), told(fault), undelivered);
+            self.refuse_outside(Gpa(access.gpa), told(fault, None), undelivered);
             return Ok(());
         }
         let _ = self.keep_interrupted_delivery();
@@ -532,7 +533,7 @@ impl<B: Backend> Vcpu<B> {
             Err(LinearError::L2(exception)) => Err(Stop::Fault(exception)),
             Err(LinearError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
-                self.note_refused(gpa, fault);
+                self.note_refused(gpa, fault, Some(at));
                 Err(Stop::Retry)
             }
             Err(LinearError::Stage(StageError::Memory { .. })) => Err(Stop::Unsupported),
@@ -547,7 +548,7 @@ impl<B: Backend> Vcpu<B> {
             match SecondStage::physical(&*self.mmu.memory, *tables).read_u64(gpa) {
                 Ok(value) => *word = value,
                 Err(StageError::L1 { gpa, fault }) => {
-                    self.note_refused(gpa, fault);
+                    self.note_refused(gpa, fault, None);
                     return None;
                 }
                 Err(StageError::Memory { .. }) => return None,
@@ -584,13 +585,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
-    pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
+    pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault, linear: Option<Gva>) {
         // The access can be done again now, and L1 need not hear of it.
         if fault == L1Fault::Unlogged && self.log_dirty(gpa) != Logged::Full {
             return;
         }
         if let Some(stage) = &mut self.mmu.stage {
-            stage.refused = Some((gpa, told(fault)));
+            stage.refused = Some((gpa, told(fault, linear)));
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }

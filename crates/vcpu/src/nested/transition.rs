@@ -142,7 +142,7 @@ impl<B: Backend> Vcpu<B> {
         });
         match done {
             // L2's operand lies where L1's tables refuse: an exit for L1, not a fault.
-            Some((_, Some((at, fault)))) => self.note_refused(at, fault),
+            Some((_, Some((at, fault, linear)))) => self.note_refused(at, fault, Some(linear)),
             Some((Executed::NoPage, None)) => {
                 return Err(self.no_block());
             }

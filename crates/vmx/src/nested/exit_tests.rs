@@ -224,6 +224,30 @@ fn l2_switches_its_tables_by_vmfunc() {
     }
 }
 
+/// L0 carries an instruction of L2's out, and L1's tables refuse its operand: L1 hears where that was, whatever exit
+/// came before it.
+#[test]
+fn an_operand_in_software_that_l1s_tables_refuse_has_its_linear_address() {
+    let mut v12 = good();
+    v12.set(field::PROC_CONTROLS2, ProcControls2::EPT.bits());
+    v12.set(field::EPT_POINTER, 0x3000 | 3 << 3 | 6);
+    for reason in [ExitReason::Io, ExitReason::EptViolation] {
+        let mut r = Rig::new(&v12, 0xd01);
+        r.root = true;
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(reason, |v| v.set(field::GUEST_LINEAR_ADDRESS, 0x1234));
+        let linear = Some(x86::Gva(0x800_0010));
+        let why = backend::TablesRefuse::Violation { qualification: 0x181, linear };
+        let done =
+            backend::NestedPaging::refuse(&mut r.v, &mut r.g, x86::Gpa(0x5010), why, None, &r.m);
+        assert_eq!(done, Executed::Left);
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::EXIT_REASON), v.get(field::EXIT_QUALIFICATION)), (48, 0x181));
+        assert_eq!(v.get(field::GUEST_LINEAR_ADDRESS), 0x800_0010);
+        assert_eq!(v.get(field::GUEST_PHYSICAL_ADDRESS), 0x5010);
+    }
+}
+
 /// XSAVES of L2's is undefined unless L1 says otherwise, and exits for the components that L1 names.
 #[test]
 fn l2_has_xsaves_if_l1_says_so() {

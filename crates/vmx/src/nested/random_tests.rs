@@ -439,7 +439,8 @@ impl Run {
                 if qualification & 1 << 20 != 0 {
                     return self.access_apic(qualification);
                 }
-                let why = TablesRefuse::Violation(qualification & 0x1bf);
+                let why =
+                    TablesRefuse::Violation { qualification: qualification & 0x1bf, linear: None };
                 self.whole(|rig| rig.v.refuse(&mut rig.g, Gpa(0x5000), why, None, &rig.m))
             }
             Ok(Claim::L0 | Claim::ByValue) => Executed::Retired,

@@ -227,6 +227,7 @@ impl<C: Cpu> Vmx<C> {
         // The fault may be one that software met: the VMCS tells of another exit then.
         // The emulator walks the same tables: what it meets has no qualification of the hardware's.
         let by_fault = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
+        let mut in_software = None;
         let (reason, mut qualification) = match why {
             TablesRefuse::LogFull => {
                 let unblocked = if by_fault { told & ept_violation::NMI_UNBLOCKED } else { 0 };
@@ -240,7 +241,10 @@ impl<C: Cpu> Vmx<C> {
                 self.tell_undelivered(&mut report, undelivered);
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }
-            TablesRefuse::Violation(q) => (ExitReason::EptViolation, q),
+            TablesRefuse::Violation { qualification, linear } => {
+                in_software = linear;
+                (ExitReason::EptViolation, qualification)
+            }
             // No qualification: the misconfiguration is in the tables (§28.2.1).
             TablesRefuse::Npf(_) | TablesRefuse::Misconfiguration => {
                 (ExitReason::EptMisconfiguration, 0)
@@ -248,11 +252,12 @@ impl<C: Cpu> Vmx<C> {
         };
         let mut linear = None;
         if qualification & ept_violation::LINEAR_VALID != 0 {
-            if by_fault {
+            if let Some(at) = in_software {
+                linear = Some(at.0);
+            } else if by_fault {
                 let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
                 linear = Some(block.get(field::GUEST_LINEAR_ADDRESS));
             } else {
-                // An access by the emulator: nobody has kept where it was.
                 // Both bits: without an address it says nothing of which access it was.
                 qualification &= !(ept_violation::LINEAR_VALID | ept_violation::FINAL);
             }
