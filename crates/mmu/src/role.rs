@@ -48,6 +48,12 @@ impl PagingContext {
         self.efer.is_long()
     }
 
+    /// The linear address that `va` is: outside of long mode it has 32 bits.
+    #[inline]
+    pub fn linear(&self, va: u64) -> u64 {
+        if self.is_long_mode() { va } else { va & 0xffff_ffff }
+    }
+
     /// Whether `va` is canonical for the paging mode (always so outside long mode).
     pub fn is_canonical(&self, va: u64) -> bool {
         if !self.is_long_mode() {

@@ -135,7 +135,7 @@ pub fn translate<M: GuestMemory + ?Sized>(
     va: u64,
     access: Access,
 ) -> Result<Translation, WalkError<M::Error>> {
-    let va = if context.is_long_mode() { va } else { va & 0xffff_ffff };
+    let va = context.linear(va);
     if !context.is_paging() {
         let gpa = Gpa(va);
         return Ok(Translation { gpa, page_shift: 12, writable: true, user: true, exec: true });

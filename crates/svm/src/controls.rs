@@ -190,6 +190,8 @@ impl<C: Cpu> Permissions for Svm<C> {
         self.follow_offered();
         self.update_passthrough();
         self.update_cr4_intercept();
+        // The CPU may be another one for a guest that has SVM on already.
+        self.follow_virtual_vmload();
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> Directions) {

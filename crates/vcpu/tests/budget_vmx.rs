@@ -182,6 +182,29 @@ fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
     assert_eq!(v.backend().cpu().rdmsr(LSTAR), HOST);
 }
 
+/// SWAPGS does not exit. Whoever reads what it left reads the CPU's: the loop is left for that.
+#[test]
+fn kernel_gs_base_is_read_as_swapgs_left_it() {
+    const KERNEL_GS_BASE: u64 = 0xc000_0102;
+    const SWAPPED: u64 = 0x7654_3210;
+    let mut v = vcpu();
+    let mut s = v.sregs();
+    (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, LONG_MODE.0);
+    s.cs.attr = LONG_MODE.1 as u16;
+    v.set_sregs(&s, None).unwrap();
+    let vmx = &mut v.backend().cpu().inner().vmx;
+    vmx.guest_swaps_in = Some(SWAPPED);
+    vmx.then(|vmcs, gprs| {
+        gprs.0[RCX] = KERNEL_GS_BASE;
+        exit(ExitReason::Rdmsr)(vmcs, gprs);
+    });
+    vmx.then(|vmcs, gprs| {
+        assert_eq!(gprs.0[RAX], SWAPPED);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
 #[test]
 fn the_stack_pointer_is_there_when_the_loop_was_left_and_goes_back_when_it_is_set() {
     let mut v = vcpu();

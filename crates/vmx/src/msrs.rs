@@ -50,9 +50,11 @@ impl<C: Cpu> Vmx<C> {
 }
 
 impl<C: Cpu> Msrs for Vmx<C> {
-    /// The VMCS or this vCPU has all of them, and what is set is in the CPU at once.
-    fn is_lent(_: u32) -> bool {
-        false
+    /// Of all but one the VMCS or this vCPU has the value, and what is set is in the CPU at once. SWAPGS changes this one
+    /// without an exit, and it is read back when the loop is left.
+    #[inline]
+    fn is_lent(index: u32) -> bool {
+        index == msr::KERNEL_GS_BASE
     }
 
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
@@ -61,7 +63,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::LSTAR => self.syscall.lstar,
             msr::SYSCALL_MASK => self.syscall.mask,
             msr::CSTAR => self.cold.cstar,
-            // What the guest may have changed in the CPU was read back before anybody asks (`kernel_gs_base_now`).
+            // Read back from the CPU when the loop was left, and asked for outside alone.
             msr::KERNEL_GS_BASE => self.kernel_gs_base.get(),
             msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
             msr::GS_BASE => self.get(fields::GUEST_GS_BASE),

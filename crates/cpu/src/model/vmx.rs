@@ -103,6 +103,8 @@ pub struct VmxModel {
     pub guest_writes_spec_ctrl: Option<u64>,
     /// What the guest writes to DR6 during its next run, without an exit.
     pub guest_writes_dr6: Option<u64>,
+    /// What the guest's SWAPGS leaves in KERNEL_GS_BASE during its next run.
+    pub guest_swaps_in: Option<u64>,
     /// SPEC_CTRL as the guest found it at its last entry.
     pub spec_ctrl_at_entry: u64,
     /// Every guest's run takes so many ticks of the TSC.
@@ -248,6 +250,9 @@ impl VmxCpu for Model {
         }
         if let Some(dr6) = self.vmx.guest_writes_dr6.take() {
             self.debug_regs[6] = dr6;
+        }
+        if let Some(base) = self.vmx.guest_swaps_in.take() {
+            crate::Cpu::wrmsr(self, x86::msr::KERNEL_GS_BASE, base);
         }
         let mut step = self.vmx.script.pop_front().expect("the script has ended");
         let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();

@@ -224,7 +224,7 @@ impl<C: Cpu> Svm<C> {
 
     /// While L1 has SVM on, the CPU carries out its VMLOAD and VMSAVE through the TDP tables, if it can; outside of
     /// 64-bit mode they exit all the same (APM vol. 2 §15.33.1). Those of L2 mean addresses of L1's, and always exit.
-    fn follow_virtual_vmload(&mut self) {
+    pub(crate) fn follow_virtual_vmload(&mut self) {
         if !self.features.v_vmload {
             return;
         }

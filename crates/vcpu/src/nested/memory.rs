@@ -128,7 +128,7 @@ impl<'a> Whole<'a> {
             Err(LinearError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
                 // An error alone would be a fault of L1's: the caller looks here first.
-                self.refused.set(Some((gpa, fault, Gva(linear))));
+                self.refused.set(Some((gpa, fault, Gva(paging.linear(linear)))));
                 Err(Reach::Outside)
             }
             Err(LinearError::Stage(StageError::Memory { .. })) => Err(Reach::Outside),

@@ -533,7 +533,7 @@ impl<B: Backend> Vcpu<B> {
             Err(LinearError::L2(exception)) => Err(Stop::Fault(exception)),
             Err(LinearError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
-                self.note_refused(gpa, fault, Some(at));
+                self.note_refused(gpa, fault, Some(Gva(context.linear(at.0))));
                 Err(Stop::Retry)
             }
             Err(LinearError::Stage(StageError::Memory { .. })) => Err(Stop::Unsupported),
