@@ -2,7 +2,7 @@
 //! registers; and single-stepping over them.
 
 use crate::kvm::exit::Exit;
-use crate::kvm::file::Commands;
+use crate::kvm::file::{Commands, CpuidTable};
 use crate::kvm::ioctl;
 use crate::machine::code::{done, foreign_hypercall, guest_code, hypercall};
 use crate::machine::guest::{Chip, Guest};
@@ -683,16 +683,21 @@ guest_code!(
     done!()
 );
 
+/// Tells the guest of a CPU of this make.
+fn make(table: &mut CpuidTable, name: &[u8; 12]) {
+    let word = |at: usize| u32::from_le_bytes([name[at], name[at + 1], name[at + 2], name[at + 3]]);
+    for function in [0, 0x8000_0000] {
+        if let Some(leaf) = table.find(function, 0) {
+            (leaf.ebx, leaf.edx, leaf.ecx) = (word(0), word(4), word(8));
+        }
+    }
+}
+
 fn sysenters_msrs_are_as_wide_as_the_guests_make_has_them() -> Outcome {
     const ALL: u64 = 0x1234_5678_9abc;
     let guest = Guest::new(Chip::None, writes_sysenter())?;
     let mut table = guest.system.supported_cpuid()?;
-    for function in [0, 0x8000_0000] {
-        if let Some(leaf) = table.find(function, 0) {
-            // "GenuineIntel".
-            (leaf.ebx, leaf.edx, leaf.ecx) = (0x756e_6547, 0x4965_6e69, 0x6c65_746e);
-        }
-    }
+    make(&mut table, b"GenuineIntel");
     guest.vcpu().set_cpuid(&table)?;
     guest.reach_mark()?;
     let told = (guest.vcpu().msr(0x175)?, guest.vcpu().msr(0x176)?);
@@ -712,12 +717,7 @@ fn syscall_from_32_bit_code_is_the_guests_makes() -> Outcome {
     let guest = Guest::new(Chip::None, syscall_from_compatibility_mode())?;
     let vcpu = guest.vcpu();
     let mut table = guest.system.supported_cpuid()?;
-    for function in [0, 0x8000_0000] {
-        if let Some(leaf) = table.find(function, 0) {
-            // "AuthenticAMD".
-            (leaf.ebx, leaf.edx, leaf.ecx) = (0x6874_7541, 0x6974_6e65, 0x444d_4163);
-        }
-    }
+    make(&mut table, b"AuthenticAMD");
     if let Some(leaf) = table.find(0x8000_0001, 0) {
         leaf.edx |= 1 << 11;
     }
