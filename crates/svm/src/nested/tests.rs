@@ -141,3 +141,13 @@ fn a_guest_of_another_make_has_all_of_sysenters_addresses() {
         assert_eq!((svm.msr(msr::SYSENTER_ESP), svm.msr(msr::SYSENTER_EIP)), (Ok(told), Ok(told)));
     }
 }
+
+/// What VMLOAD and VMSAVE move is lent to the CPU, and nothing else is.
+#[test]
+fn what_is_live_in_the_loop_is_lent() {
+    use backend::Msrs as _;
+    let lent = |index: &u32| Svm::<Counting<Model>>::is_lent(*index);
+    assert!(crate::msrs::LIVE.iter().all(lent));
+    let all = (0..0x2000).chain(0xc000_0000..0xc000_2000).chain(0xc001_0000..0xc001_2000);
+    assert_eq!(all.filter(lent).count(), crate::msrs::LIVE.len());
+}
