@@ -127,6 +127,9 @@ impl Role {
             cr3 & ADDRESS & !self.beyond()
         } else if self.is_narrow() {
             cr3 & 0xffff_f000
+        } else if self.is_of_pdptes() {
+            // VMCB12 has 64 bits for nCR3, though CR3 of L1's mode has 32.
+            cr3 & (ADDRESS | 0xfe0) & !self.beyond()
         } else {
             cr3 & 0xffff_ffe0
         }

@@ -67,7 +67,7 @@ pub(crate) struct Rare {
     pub offered: Offered,
     /// KVM_RUN was called before.
     pub has_run: bool,
-    /// It was not since the nested state was set: the times in that one are of a TSC that is still to come.
+    /// No guest was entered since the nested state was set: the times in that one are of a TSC that is still to come.
     pub nested_restored: bool,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<host::task::SignalSet>,

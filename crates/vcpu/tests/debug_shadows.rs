@@ -7,6 +7,7 @@ use backend::{Registers, ShadowBy};
 use cpu::ModelVmcs;
 use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{RunInput, UserExit};
+use host::std_port::test as surroundings;
 use rig::vmx::{VmxVcpu, exit, shutdown, step, vcpu};
 use x86::vmcs::{ExitReason, event, field, interruptibility};
 
@@ -46,6 +47,29 @@ fn a_step_of_the_guests_in_a_shadow_is_delivered() {
             let injected = vmcs.get(field::ENTRY_INTERRUPTION);
             assert_eq!(injected, event::VALID | event::EXCEPTION | 1);
         });
+    }
+}
+
+/// User space takes the exception away before it was delivered, and leaves the shadow.
+#[test]
+fn a_step_that_is_taken_away_pends_again() {
+    for shadow in [interruptibility::STI, interruptibility::MOV_SS] {
+        let mut v = vcpu();
+        v.backend().cpu().inner().vmx.then(move |vmcs, _| {
+            debug_exit(vmcs, event::EXCEPTION, BS, shadow, TF | IF);
+            surroundings::set_signal_pending(true);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        assert!(v.saved_events().exception.is_some());
+        v.restore_events(&SavedEvents::default(), GivenEvents::default());
+        v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+            assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & 3, shadow);
+            assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG) & BS, BS);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     }
 }
 

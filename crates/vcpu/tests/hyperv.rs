@@ -241,6 +241,30 @@ fn a_restored_page_is_found_when_the_vcpu_runs() {
     assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
 }
 
+/// L2 was restored, and L1's page names no VMCS: user space hears of it, as on stock KVM, as often as it tries, and L2 goes on
+/// when the page does.
+#[test]
+fn a_restored_l2_waits_for_its_page() {
+    let mut machine = enlightened(&vmcs12());
+    machine.vmlaunch();
+    machine.then(out);
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    let mut machine = travels(&mut machine);
+    machine.vcpu.write_msr(HV_VP_ASSIST_PAGE, 0, By::Vmm).unwrap();
+    for _ in 0..2 {
+        assert_eq!(machine.run(), UserExit::InternalError { suberror: 1 });
+    }
+    // Nothing is lost, be it here or behind another move.
+    let mut machine = travels(&mut machine);
+    machine.then(exit(ExitReason::Vmcall));
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        out(vmcs, gprs);
+    });
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+}
+
 #[test]
 fn no_hypercall_is_there_for_l1() {
     let mut machine = Hypervisor::on(features(), &vmcs12());

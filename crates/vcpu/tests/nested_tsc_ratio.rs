@@ -100,17 +100,31 @@ fn ratios_of_both_levels_are_one_for_the_cpu() {
     assert_eq!(ratios(&mut machine), [l1, l1, l2, l2, most, l1]);
 }
 
-#[test]
-fn without_the_feature_there_is_no_such_msr() {
-    let mut cpuid = Vec::new();
-    let mut machine = hypervisor();
-    for mut entry in rig::nested::offered().cpuid.entries().to_vec() {
-        if entry.leaf == 0x8000_000a {
-            entry.edx &= !(1 << 4);
-        }
-        cpuid.push(entry);
+/// A CPUID without the MSR.
+fn take_feature(machine: &mut Hypervisor) {
+    let mut cpuid = rig::nested::offered().cpuid.entries().to_vec();
+    for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0x8000_000a) {
+        entry.edx &= !(1 << 4);
     }
     machine.vcpu.set_cpuid(&cpuid).unwrap();
+}
+
+/// CPUID has lost the MSR after it was written: nobody could take the ratio back.
+#[test]
+fn a_ratio_goes_with_the_feature() {
+    let mut machine = hypervisor();
+    machine.vcpu.write_msr(TSC_RATIO, 2 * ONE, By::Vmm).unwrap();
+    take_feature(&mut machine);
+    machine.vmrun();
+    enters_with(&mut machine, |l1| l1.wrapping_add(OFFSET), ExitCode::Hlt);
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert!(ratios(&mut machine).iter().all(|&ratio| ratio == ONE));
+}
+
+#[test]
+fn without_the_feature_there_is_no_such_msr() {
+    let mut machine = hypervisor();
+    take_feature(&mut machine);
     machine.writes_msr(TSC_RATIO, 2 * ONE);
     let gp = event::VALID | event::EXCEPTION | 13 | event::ERROR_VALID;
     machine.vcpu.backend().cpu().inner().injects(gp);

@@ -321,8 +321,8 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
         interrupt_shadow: e.interrupt.shadow != 0,
         shadow_by: match e.interrupt.shadow {
             X86_SHADOW_INT_STI => ShadowBy::Sti,
-            X86_SHADOW_INT_MOV_SS => ShadowBy::MovSs,
-            // Both bits: from an SVM host, which cannot tell.
+            // With both, of an SVM host, which cannot tell, MOV SS's holds off whatever it was: as on stock KVM.
+            shadow if shadow & X86_SHADOW_INT_MOV_SS != 0 => ShadowBy::MovSs,
             _ => ShadowBy::Unknown,
         },
         nmi_injected: e.nmi.injected != 0,

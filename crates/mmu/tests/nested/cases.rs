@@ -275,6 +275,23 @@ fn an_l1_without_entries_of_8_bytes_is_not_served() {
     assert!(Tables::npt(0x1000, &PagingContext { cr4: Cr4::PAE, ..l1 }).is_some());
 }
 
+/// L1 is in PAE paging: its CR3 ends at 4 GiB, its guests' tables don't.
+#[test]
+fn pdptes_may_lie_beyond_4_gib() {
+    let pae = PagingContext {
+        cr0: Cr0::PG | Cr0::PE,
+        cr4: Cr4::PAE,
+        maxphyaddr: 40,
+        ..PagingContext::default()
+    };
+    let at = |ncr3| Tables::npt(ncr3, &pae).unwrap();
+    let far = at(3 << 32 | 0x1fe0);
+    assert!(far.has_root(3 << 32 | 0x1fe0) && !far.has_root(0x1fe0));
+    assert_ne!(far, at(0x1fe0));
+    // Neither what is no part of the address, nor what is above the CPU's, changes anything.
+    assert_eq!(far, at(1 << 63 | 1 << 41 | 3 << 32 | 0x1fff));
+}
+
 /// L1 is in PAE paging: 128 places for PDPTEs in a frame are as many roots, which share what is below them.
 #[test]
 fn pdptes_of_one_frame_are_told_apart() {

@@ -360,23 +360,31 @@ impl Machine {
         }
     }
 
-    /// A state was restored, and L1's pages are there now: what VMCS12 has goes into the one that L1 names.
+    /// A state was restored, and L1's pages are there now: what VMCS12 has goes into the one that L1 names. Where L1 names
+    /// none, or no memory, an L2 that runs waits on.
     pub fn settle_enlightened(&mut self, limits: &Limits, l1: &impl GuestMemory) {
         if !self.is_unsettled() {
             return;
         }
+        if !self.find_enlightened(limits, l1) && self.level == Level::L1 {
+            // L1's next entry names one or fails.
+            self.release_enlightened();
+        }
+    }
+
+    fn find_enlightened(&mut self, limits: &Limits, l1: &impl GuestMemory) -> bool {
         let named = self.named_by_assist(l1).unwrap_or(None).map(|(pointer, _)| pointer);
         let named = named.filter(|pointer| is_page(*pointer, limits.physical_bits)).map(Gpa);
-        // L1's pages are gone, or are none: no VMCS is current, and L1's next entry names one or fails.
         let Some(to) = named.filter(|to| self.enlightened.read(*to, 0..BYTES, l1).is_ok()) else {
-            return self.release_enlightened();
+            return false;
         };
         if ![page::VERSION, VMCS12_REVISION].contains(&self.enlightened.u32(0)) {
-            return self.release_enlightened();
+            return false;
         }
         self.enlightened.current = Current::At(to);
         // The state counts, and not what memory has: the page may be older.
         self.store_enlightened(l1);
+        true
     }
 
     /// A state with an enlightened VMCS was restored.

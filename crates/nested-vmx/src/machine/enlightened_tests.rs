@@ -525,7 +525,7 @@ fn a_saved_state_says_that_it_has_one_and_not_where() {
 }
 
 #[test]
-fn a_state_whose_page_is_not_there_has_none() {
+fn a_state_whose_page_is_not_there_waits_for_it_while_l2_runs() {
     let mut guest = Guest::new();
     guest.run(EntryBy::Vmlaunch);
     guest.machine.save_running(&left(), &KNOWN);
@@ -535,8 +535,21 @@ fn a_state_whose_page_is_not_there_has_none() {
         restore(&mut guest, &bytes, true).unwrap();
         guest.name(enlightens, page);
         guest.machine.settle_enlightened(&LIMITS, &guest.memory);
-        assert!(!guest.machine.is_enlightened() && !guest.machine.owes_memory());
+        assert!(guest.machine.is_unsettled());
+        // It is saved with all it has, and goes on as soon as the page is there.
+        assert_eq!(saved::save(&guest.machine, None, &mut bytes), Some(HEADER + IMAGE));
+        guest.name(1, PAGE);
+        guest.machine.settle_enlightened(&LIMITS, &guest.memory);
+        assert!(guest.machine.is_enlightened() && !guest.machine.is_unsettled());
         guest.leave(&left());
+        // Where L1 runs, its next entry names one.
+        guest.machine.refresh_enlightened(&guest.memory);
+        let mut of_l1: Vec<u8> = std::vec![0; HEADER + IMAGE];
+        saved::save(&guest.machine, None, &mut of_l1).unwrap();
+        restore(&mut guest, &of_l1, true).unwrap();
+        guest.name(enlightens, page);
+        guest.machine.settle_enlightened(&LIMITS, &guest.memory);
+        assert!(!guest.machine.is_enlightened() && !guest.machine.owes_memory());
     }
     // One that says it has a VMCS and brings none.
     let flags = flag::EVMCS.to_le_bytes();

@@ -22,7 +22,10 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
+use backend::{
+    Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, TSC_RATIO_ONE,
+    Waiting,
+};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
@@ -153,8 +156,8 @@ impl<C: Cpu> Svm<C> {
     /// The guest's CPUID has changed.
     pub(crate) fn follow_offered(&mut self) {
         use x86::cpuid::feature as f;
-        let has =
-            |feature: x86::cpuid::Feature| self.cold.limits.svm_features & feature.mask() != 0;
+        let features = self.cold.limits.svm_features;
+        let has = |feature: x86::cpuid::Feature| features & feature.mask() != 0;
         self.cold.offered = Offered {
             physical_bits: self.cold.limits.maxphyaddr,
             flush_by_asid: has(f::FLUSH_BY_ASID),
@@ -170,6 +173,10 @@ impl<C: Cpu> Svm<C> {
             cr4: self.cold.limits.cr4_allowed.bits(),
             efer: self.cold.limits.efer_allowed,
         };
+        if !has(f::TSC_SCALE) {
+            // A VMM may have set one while CPUID had it. The guest could neither see nor change it.
+            self.set_ratio_of_l2(TSC_RATIO_ONE);
+        }
     }
 
     /// The root of the TDP tables has changed: L2 runs on it as well, unless L1 has tables of its own for it.

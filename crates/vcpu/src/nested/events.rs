@@ -294,7 +294,6 @@ impl<B: Backend> Vcpu<B> {
 
     /// Outside the loop: ends L2's run for what could not do so where it arose.
     pub(crate) fn end_l2_outside(&mut self) {
-        self.finish_restore();
         // An entry that fails for its list has run nothing, so it comes first. What an access was refused for comes
         // before events.
         if !self.fail_at_list() && !self.refuse_noted() {

@@ -9,7 +9,12 @@ use x86::cpuid::feature;
 use super::{
     events::tell_activity, memory::Whole, paging::has_pdptes_of_l1, transition::owes_trap,
 };
-use crate::{Vcpu, apic::stop_serving_apic, paging::pdptes::is_pae, run::events::Outer};
+use crate::{
+    Vcpu,
+    apic::stop_serving_apic,
+    paging::pdptes::is_pae,
+    run::{events::Outer, outcome::Outcome},
+};
 
 impl<B: Backend> Vcpu<B> {
     /// Bytes that the nested state has now. `None`: the vCPU has none, for its guest may be no hypervisor.
@@ -99,14 +104,19 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Before an entry: what [`find_pdptes`](Self::find_pdptes) could not load, and what of the state lies in L1's memory.
-    pub(super) fn finish_restore(&mut self) {
+    pub(crate) fn finish_restore(&mut self) -> Outcome {
         // The handler of SMM is in sight of its own memory, not of L1's: RSM asks for this again.
         if let Some(nested) = self.b.nested_mut().filter(|_| !self.smm.active) {
             nested.settle_state(&Whole::new(&self.mmu.memory, None));
+            // No exit could be told to L1. User space may give the page, and the state waits for that.
+            if self.pending.after_exit.is_nested() && nested.is_unsettled() {
+                return Err(self.no_block());
+            }
         }
         if core::mem::take(&mut self.rare.pdptes_due) {
             self.replace_pdptes();
         }
+        Ok(())
     }
 
     /// User space writes 0 to IA32_FEATURE_CONTROL, as at a reset: VMX operation ends, as on stock KVM.

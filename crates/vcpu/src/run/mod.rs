@@ -130,7 +130,9 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.load();
         self.b.begin_run();
         let exit = self.run_until_exit(input);
-        (self.rare.has_run, self.rare.nested_restored) = (true, false);
+        self.rare.has_run = true;
+        // With `immediate_exit` no guest was entered: the rest of a restore may still come.
+        self.rare.nested_restored &= input.immediate_exit;
         // User space may not come back for long, and a device waits for this end of interrupt.
         if self.events.outer.has(Outer::OWING) {
             self.events.tell_resamplers(&self.vm);
@@ -352,6 +354,10 @@ impl<B: Backend> Vcpu<B> {
         // Before all returns below.
         if self.events.outer.has(Outer::OWING) {
             self.events.tell_resamplers(&self.vm);
+        }
+        // Before what may end L2's run. Not taken: what is left to be restored is tried again.
+        if self.events.outer.has(Outer::NESTED) {
+            self.finish_restore()?;
         }
         if self.events.outer.take(Outer::TRIPLE_FAULT) && !self.gives_triple_fault_to_l1() {
             return Err(UserExit::Shutdown.into());

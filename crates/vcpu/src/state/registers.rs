@@ -308,11 +308,16 @@ impl<B: Backend> Vcpu<B> {
         if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
         }
-        if given.interrupt_shadow {
-            match e.interrupt_shadow {
-                true => self.b.set_interrupt_shadow_by(e.shadow_by),
-                false => self.b.set_interrupt_shadow(false),
-            }
+        // One that stays is set again: a #DB that goes leaves a step pending, without which no CPU enters a guest that
+        // steps in a shadow.
+        let shadow = match given.interrupt_shadow {
+            true => Some((e.interrupt_shadow, e.shadow_by)),
+            false => self.b.interrupt_shadow().then(|| (true, self.b.shadow_by())),
+        };
+        match shadow {
+            Some((true, by)) => self.b.set_interrupt_shadow_by(by),
+            Some((false, _)) => self.b.set_interrupt_shadow(false),
+            None => {}
         }
         if given.triple_fault {
             self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);

@@ -384,9 +384,11 @@ impl<C: Cpu> Vmx<C> {
                 self.set(fields::GUEST_CR0, cr0 & !NOT_LOADED);
             }
         }
-        // Last branches are not virtualized, nor is the step from branch to branch.
-        if self.get(fields::GUEST_DEBUGCTL) != 0 {
-            self.set(fields::GUEST_DEBUGCTL, 0);
+        // Last branches are not virtualized, nor is the step from branch to branch. What is left has been checked by
+        // what the vCPU has.
+        let debug = self.get(fields::GUEST_DEBUGCTL);
+        if debug != 0 {
+            self.set(fields::GUEST_DEBUGCTL, debug & msr::debugctl::RTM);
         }
         // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_own_root() {

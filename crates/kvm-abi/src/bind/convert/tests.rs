@@ -80,7 +80,12 @@ proptest! {
             smi: SavedSmi { smm: smi[0], pending: smi[1], inside_nmi: smi[2], latched_init: smi[3] },
         };
         let rules = EventRules { payload: true, triple_fault: true };
-        prop_assert_eq!(from_events(&events(&saved, rules), rules), Ok(saved));
+        let mut back = saved;
+        // An SVM host cannot tell which instruction's it is.
+        if shadow && saved.shadow_by == ShadowBy::Unknown {
+            back.shadow_by = ShadowBy::MovSs;
+        }
+        prop_assert_eq!(from_events(&events(&saved, rules), rules), Ok(back));
     }
 
     #[test]
