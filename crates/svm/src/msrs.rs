@@ -34,21 +34,19 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> Msrs for Svm<C> {
-    /// [`LIVE`], by its ranges. They exit where the guest must not have them by itself: by its make, or by a map of L1's.
-    #[inline]
-    fn is_lent(index: u32) -> bool {
-        matches!(
-            index,
-            msr::SYSENTER_CS..=msr::SYSENTER_EIP
-                | msr::STAR..=msr::SYSCALL_MASK
-                | msr::FS_BASE..=msr::KERNEL_GS_BASE
-        )
-    }
-
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
         let save = &self.vmcb().save;
         let [esp_high, eip_high] = self.cold.sysenter_high;
         Ok(match index {
+            // [`LIVE`], by its ranges: the block has what the last VMSAVE left. They exit where the guest must not have them
+            // by itself, be it by its make or by a map of L1's.
+            msr::SYSENTER_CS..=msr::SYSENTER_EIP
+            | msr::STAR..=msr::SYSCALL_MASK
+            | msr::FS_BASE..=msr::KERNEL_GS_BASE
+                if self.loaded =>
+            {
+                return Err(NotMine);
+            }
             msr::STAR => save.star,
             msr::LSTAR => save.lstar,
             msr::CSTAR => save.cstar,
@@ -92,6 +90,8 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {
                 return if self.set_branch_record(index, value) { Ok(()) } else { Err(NotMine) };
             }
+            // [`LIVE`] are what is left: the next VMSAVE would overwrite them.
+            _ if self.loaded && index != msr::SPEC_CTRL => return Err(NotMine),
             _ => {
                 match (index, &mut self.cold.sysenter_high) {
                     (msr::SYSENTER_ESP, [high, _]) | (msr::SYSENTER_EIP, [_, high]) => {

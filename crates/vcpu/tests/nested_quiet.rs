@@ -258,7 +258,11 @@ proptest! {
         let seen = |entries: &[Entry]| entries.iter().map(|e| e.0).collect::<Vec<_>>();
         prop_assert_eq!(seen(&plain), seen(&looked));
         for (plain, looked) in plain.iter().zip(&looked) {
-            prop_assert!(plain.1 >= looked.1 && plain.2 >= looked.2, "{plain:x?} {looked:x?}");
+            // An entry that ends at once for a kick, behind which events are looked at again, needs no window. One may still
+            // be open there of an entry before.
+            let ends = plain.0.kicked;
+            let opens = ends || plain.1 >= looked.1 && plain.2 >= looked.2;
+            prop_assert!(opens, "{plain:x?} {looked:x?}");
         }
     }
 }

@@ -50,20 +50,15 @@ impl<C: Cpu> Vmx<C> {
 }
 
 impl<C: Cpu> Msrs for Vmx<C> {
-    /// Of all but one the VMCS or this vCPU has the value, and what is set is in the CPU at once. SWAPGS changes this one
-    /// without an exit, and it is read back when the loop is left.
-    #[inline]
-    fn is_lent(index: u32) -> bool {
-        index == msr::KERNEL_GS_BASE
-    }
-
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
         Ok(match index {
             msr::STAR => self.syscall.star,
             msr::LSTAR => self.syscall.lstar,
             msr::SYSCALL_MASK => self.syscall.mask,
             msr::CSTAR => self.cold.cstar,
-            // Read back from the CPU when the loop was left, and asked for outside alone.
+            // SWAPGS changes it without an exit, and it is read back when the loop is left. Of all others the VMCS or this
+            // vCPU has the value.
+            msr::KERNEL_GS_BASE if self.vmcs.is_loaded() => return Err(NotMine),
             msr::KERNEL_GS_BASE => self.kernel_gs_base.get(),
             msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
             msr::GS_BASE => self.get(fields::GUEST_GS_BASE),

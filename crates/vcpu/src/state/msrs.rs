@@ -77,10 +77,6 @@ impl<B: Backend> Vcpu<B> {
         if self.msr_denied(index, Direction::Read) {
             return Next::Leave;
         }
-        // Such a one has no value here.
-        if B::is_lent(index) {
-            return Next::Leave;
-        }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         let (value, then) = match index {
             TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, By::Guest)),
@@ -117,8 +113,6 @@ impl<B: Backend> Vcpu<B> {
         match class {
             // These write guest memory, or what depends on them is not the loop's.
             Class::X2Apic | Class::Apic | Class::Pv | Class::HyperV | Class::Outside => Next::Leave,
-            // It would be lost with the next VMSAVE.
-            Class::Backend if B::is_lent(index) => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
                 let Some(next) = self.next_rip(s) else { return Next::Leave };
                 let value = self.gprs.edx_eax();
