@@ -36,6 +36,8 @@ pub const WINDOW: u64 = 0x100;
 
 const REG_SELECT: u64 = 0x00;
 const REG_WINDOW: u64 = 0x10;
+// Version 0x11 has no EOI register of its own: a guest ends by the local APIC's broadcast, the one
+// way that is wired here.
 const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
 
 /// How often in a row a level pin may be found asserted at its end of interrupt before the next
@@ -48,6 +50,8 @@ mod rte {
     pub const REMOTE_IRR: u64 = 1 << 14;
     pub const LEVEL: u64 = 1 << 15;
     pub const MASKED: u64 = 1 << 16;
+    // The two bits tell of the chip's doings, so a guest that writes back what it has read changes
+    // neither.
     pub const READ_ONLY: u64 = DELIVERY_STATUS | REMOTE_IRR;
     pub const IMPLEMENTED: u64 = 0xff00_0000_0001_ffff;
 }
@@ -74,6 +78,8 @@ impl Default for IoApicState {
             ioregsel: 0,
             id: 0,
             irr: 0,
+            // Masked at power-up, as the data sheet has it: with zeros all pins would send vector
+            // 0.
             redirtbl: [rte::MASKED; PINS],
         }
     }
@@ -84,6 +90,7 @@ impl Default for IoApicState {
 pub struct IoApic {
     state: IoApicState,
     /// Who asserts each pin: one bit per source.
+    // A bit and not a count: a source that raises its line twice and lowers it once has let go.
     sources: [u32; PINS],
     /// Ends of interrupt in a row that found the pin still asserted.
     storm: [u16; PINS],
@@ -98,13 +105,16 @@ fn message(entry: u64, rules: DestRules) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
     // Delivery mode 3 is reserved: such an entry sends nothing.
     Some(IrqMessage {
+        // Not checked against 16 here: the receiver logs an illegal vector (SDM vol. 3A §10.5.3).
         vector: Vector(entry as u8),
         delivery: DeliveryMode::from_bits((entry >> 8) as u32)?,
         dest_mode,
         trigger: if entry & rte::LEVEL != 0 { Trigger::Level } else { Trigger::Edge },
         assert: true,
+        // Filled in by service(), which alone knows the pin.
         notify_eoi: false,
         shorthand: Shorthand::None,
+        // An entry has eight bits of destination, also where MSIs have more.
         dest: rules.widen((entry >> 56) as u8),
     })
 }
@@ -137,6 +147,7 @@ impl IoApic {
         level: bool,
         deliver: &mut impl FnMut(IrqMessage) -> bool,
     ) -> LineStatus {
+        // A route was checked when it was set, but a pin is an index all the same.
         let Some(sources) = GuestIndex::from(pin).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
@@ -156,6 +167,7 @@ impl IoApic {
         let Some(entry) = GuestIndex::from(pin).of(&self.state.redirtbl).copied() else {
             return LineStatus::Ignored;
         };
+        // The pin is below 24 here: the entry above was found by it.
         let mask = 1u32 << pin;
         if !high {
             // A low line ends the count of a storm: somebody has silenced the device.
@@ -167,6 +179,8 @@ impl IoApic {
             return LineStatus::Delivered(1);
         }
         let was_high = self.state.irr & mask != 0;
+        // Before anything can hold the pin back: what is not sent now is found asserted by eoi()
+        // and by a write that takes the mask away.
         self.state.irr |= mask;
         // A level is held back by remote IRR; an edge by the line that is high already.
         let coalesced =
@@ -180,6 +194,7 @@ impl IoApic {
             return LineStatus::Ignored;
         };
         let level = *entry & rte::LEVEL != 0;
+        // Asked here for all ways: reassert(), retry() and an unmasking come past drive().
         if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
             return LineStatus::Ignored;
         }
@@ -202,6 +217,8 @@ impl IoApic {
     /// edge, that send this vector: their acknowledgement is to be told to whoever waits for it,
     /// and then [`reassert`](Self::reassert) called with them.
     pub fn eoi(&mut self, vector: Vector) -> u32 {
+        // Several pins may share a vector, and one EOI ends them all: the chip knows no better
+        // either.
         let mut pins = 0;
         for (pin, entry) in self.state.redirtbl.iter_mut().enumerate() {
             // NMI, SMI and the like have no vector that a local APIC would end.
@@ -227,9 +244,11 @@ impl IoApic {
         for pin in bits(pins) {
             let asserted = self.state.irr & 1 << pin != 0;
             let level = self.state.redirtbl.get(pin).is_some_and(|e| e & rte::LEVEL != 0);
+            // By pin and not by vector: what shares a vector with a storm is not put off.
             let Some(storm) = self.storm.get_mut(pin) else { continue };
             // Only a level that stays is a storm. An edge that ends is over.
             if !asserted || !level {
+                // Counted anew after the pause: the handler gets as many tries again.
                 *storm = 0;
                 continue;
             }
@@ -247,6 +266,7 @@ impl IoApic {
     /// Sends for those of `pins` that are asserted and wait for nothing.
     pub fn retry(&mut self, pins: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
         for pin in bits(pins) {
+            // The line may have gone down during the pause; then there is nothing to be sent.
             if self.state.irr & 1 << pin != 0 {
                 self.service(pin, deliver);
             }
@@ -276,6 +296,8 @@ impl IoApic {
     /// A guest store at `offset` from the base.
     pub fn write(&mut self, offset: u64, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
         match offset & 0xf0 {
+            // Eight bits, as the register has: the index is the guest's, and is checked where it is
+            // used.
             REG_SELECT => self.state.ioregsel = value & 0xff,
             REG_WINDOW => self.write_selected(value, deliver),
             _ => {}
@@ -284,6 +306,7 @@ impl IoApic {
 
     fn read_selected(&self) -> u32 {
         match self.state.ioregsel {
+            // The arbitration id is a copy of the id where there is no bus to arbitrate for.
             0x00 | 0x02 => (self.state.id & 0xf) << 24,
             0x01 => VERSION,
             index => {
@@ -299,6 +322,7 @@ impl IoApic {
 
     fn write_selected(&mut self, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
         let index = self.state.ioregsel;
+        // Version and arbitration id are read-only: they fall through to a pin that does not exist.
         if index == 0 {
             self.state.id = value >> 24 & 0xf;
             return;
@@ -311,6 +335,7 @@ impl IoApic {
         let shift = (index & 1) * 32;
         // The other half stays: an entry is written by two stores.
         let written = old & !(0xffff_ffff << shift) | u64::from(value) << shift;
+        // What the entry does not implement reads as zero: systems probe for it.
         let mut new = (written & !rte::READ_ONLY | old & rte::READ_ONLY) & rte::IMPLEMENTED;
         if new & rte::LEVEL == 0 {
             // Systems switch a stuck pin to edge and back to get rid of its remote IRR.
@@ -336,6 +361,7 @@ impl IoApic {
         for entry in &mut self.state.redirtbl {
             *entry &= rte::IMPLEMENTED;
         }
+        // A storm is no part of the state, and its count is of another run.
         self.storm = [0; PINS];
         for pin in bits(asserted) {
             self.drive(pin, true, deliver);

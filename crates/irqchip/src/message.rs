@@ -131,6 +131,7 @@ impl DestRules {
     /// Widens an eight-bit destination: 0xff may be a broadcast to x2APICs too, physical or logical, as on stock KVM.
     #[inline]
     pub const fn widen(self, dest: u8) -> u32 {
+        // By the VMM's choice alone: whether the receiver is in x2APIC mode is not known here.
         if dest == 0xff && !self.no_broadcast_quirk { BROADCAST } else { dest as u32 }
     }
 }
@@ -161,7 +162,10 @@ impl LineStatus {
         match (self, other) {
             // A GSI has pins of two chips, of which a guest uses one and masks the other.
             (Self::Ignored, x) | (x, Self::Ignored) => x,
+            // One CPU that took it newly makes it a delivery: a guest that counts ticks has got
+            // one.
             (Self::Coalesced, x) | (x, Self::Coalesced) => x,
+            // The API counts CPUs over all targets.
             (Self::Delivered(a), Self::Delivered(b)) => Self::Delivered(a.saturating_add(b)),
         }
     }

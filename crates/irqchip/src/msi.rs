@@ -23,12 +23,16 @@ impl Msi {
         let dest_mode =
             if self.address_lo & (1 << 2) != 0 { DestMode::Logical } else { DestMode::Physical };
         let redirect = self.address_lo & (1 << 3) != 0;
+        // The upper bits of the address are not checked: who sends here has decided that it is a
+        // message.
         let low = (self.address_lo >> 12) as u8;
         // Else the high half is not looked at, as in stock KVM.
         let high = if rules.wide { self.address_hi & 0xffff_ff00 } else { 0 };
+        // With a high half 0xff is no broadcast, for the id has more than eight bits.
         let dest = if high == 0 { rules.widen(low) } else { high | u32::from(low) };
         let delivery = match DeliveryMode::from_bits(self.data >> 8)? {
             // The redirection hint asks for one receiver out of those addressed.
+            // Only fixed ones: an NMI or INIT goes to all that it names.
             DeliveryMode::Fixed if redirect => DeliveryMode::LowestPriority,
             mode => mode,
         };

@@ -85,6 +85,7 @@ impl PicState {
             self.special_fully_nested_mode = fully_nested;
             self.auto_eoi = auto_eoi;
         }
+        // ICW2 always comes next.
         self.init_state = 1;
     }
 
@@ -94,6 +95,7 @@ impl PicState {
         let mut new = true;
         // A level line that goes low before it was acknowledged takes its request along; an edge
         // stays.
+        // Two kinds of line in one chip: what a low line takes back differs.
         if self.elcr & mask != 0 {
             if high {
                 new = self.irr & mask == 0;
@@ -114,6 +116,7 @@ impl PicState {
         } else {
             self.last_irr &= !mask;
         }
+        // The mask holds back the request only: it waits in the IRR and goes when it is unmasked.
         (self.imr & mask == 0).then_some(new)
     }
 
@@ -126,6 +129,7 @@ impl PicState {
 
     /// The line to be serviced now.
     fn pending(&self, which: Which) -> Option<u8> {
+        // No early look at the ISR: an empty chip is the usual case.
         let wanted = self.priority(self.irr & !self.imr);
         if wanted == 8 {
             return None;
@@ -151,6 +155,7 @@ impl PicState {
         if self.elcr & mask == 0 {
             self.irr &= !mask;
         }
+        // The end comes by a command then.
         if self.auto_eoi == 0 {
             return 0;
         }
@@ -186,6 +191,7 @@ impl PicState {
             return ended;
         }
         if value & 0x08 != 0 {
+            // The parts of OCW3 are independent, and each has a bit that says whether it counts.
             if value & 0x04 != 0 {
                 self.poll = 1;
             }
@@ -204,6 +210,7 @@ impl PicState {
             4 => self.rotate_on_auto_eoi = 1,
             // Non-specific EOI, without and with rotation.
             command @ (1 | 5) => {
+                // An EOI with nothing in service ends nothing, and rotates nothing.
                 if let Some(line) = self.highest_in_service() {
                     if command == 5 {
                         self.priority_add = (line + 1) & 7;
@@ -240,6 +247,7 @@ impl PicState {
                 self.auto_eoi = value >> 1 & 1;
                 self.init_state = 0;
             }
+            // Out of initialisation the data port is the mask.
             _ => self.imr = value,
         }
     }
@@ -275,6 +283,7 @@ impl Pic {
         let Some(sources) = GuestIndex::from(line).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
+        // A bit for each source, as in the I/O APIC: the lines are shared.
         let bit = 1u32 << (source & 31);
         *sources = if level { *sources | bit } else { *sources & !bit };
         let high = *sources != 0;
@@ -284,6 +293,7 @@ impl Pic {
             Some(true) => LineStatus::Delivered(1),
             Some(false) => LineStatus::Coalesced,
         };
+        // After any change of a line: the slave may want the master now, or no more.
         self.cascade();
         status
     }
@@ -312,12 +322,15 @@ impl Pic {
         let Some(line) = self.master.pending(Which::Master) else {
             return Vector(self.master.irq_base.wrapping_add(7));
         };
+        // The master first: its line 2 is in service while the slave is asked, as in two INTA
+        // cycles.
         let ended = self.master.acknowledge(line);
         self.ended |= u16::from(ended);
         let vector = if line != 2 {
             self.master.irq_base.wrapping_add(line)
         } else if let Some(line) = self.slave.pending(Which::Slave) {
             let ended = self.slave.acknowledge(line);
+            // The slave's lines are 8 to 15.
             self.ended |= u16::from(ended) << 8;
             self.slave.irq_base.wrapping_add(line)
         } else {
@@ -359,6 +372,7 @@ impl Pic {
     /// Reads a byte of a port that [`covers`](Self::covers).
     pub fn read(&mut self, port: u16) -> u8 {
         match port {
+            // A poll is answered by the next read, of whichever port.
             0x20 | 0x21 if self.master.poll != 0 => self.poll_master(),
             0xa0 | 0xa1 if self.slave.poll != 0 => self.poll_slave(),
             0x20 if self.master.read_reg_select != 0 => self.master.isr,
@@ -405,6 +419,7 @@ impl Pic {
             0x21 => self.master.write_data(value),
             0xa0 => self.ended |= u16::from(self.slave.write_command(value)) << 8,
             0xa1 => self.slave.write_data(value),
+            // Lines of the board's own devices are always edges.
             0x4d0 => self.master.elcr = value & self.master.elcr_mask,
             0x4d1 => self.slave.elcr = value & self.slave.elcr_mask,
             _ => {}

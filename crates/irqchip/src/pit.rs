@@ -77,6 +77,7 @@ impl Pit {
             fired: 0,
             reinject: true,
             pending: 0,
+            // True at the start: the first tick waits for nobody.
             acknowledged: true,
         }
     }
@@ -102,6 +103,7 @@ impl Pit {
         let Some(channel) = GuestIndex::from(number).of_mut(&mut self.channels) else {
             return self.write_control(value, now_ns);
         };
+        // Only counter 0 makes interrupts; the others are functions of the time.
         let loaded = channel.write(value, now_ns) && number == 0;
         if loaded {
             self.start(now_ns);
@@ -129,6 +131,7 @@ impl Pit {
         let Some(channel) = GuestIndex::from(number).of_mut(&mut self.channels) else {
             return false;
         };
+        // No access mode: this is the latch command, and the counter goes on.
         if value & 0x30 == 0 {
             channel.latch_count(now_ns);
             return false;
@@ -143,6 +146,7 @@ impl Pit {
 
     /// Starts making interrupts as counter 0 is now programmed.
     fn start(&mut self, now_ns: u64) {
+        // Until all is known: modes that make no interrupts return early.
         self.started_ns = None;
         self.fired = 0;
         // Ticks that were owed were those of the old program.
@@ -155,6 +159,7 @@ impl Pit {
             return;
         }
         // A one-shot may be as short as it likes: it fires once.
+        // Never 0: a loaded count of 0 stands for the greatest.
         self.interval_ticks = u64::from(state.count);
         if self.periodic {
             self.interval_ticks = self.interval_ticks.max(MIN_PERIOD_TICKS);
@@ -184,9 +189,11 @@ impl Pit {
                 self.fired = 0;
             }
         }
+        // The host timer was for an older program, or came early.
         if ticks == 0 {
             return false;
         }
+        // Late ticks merge into one pulse, which the controllers may merge with one that waits.
         if !self.reinject {
             return true;
         }
@@ -201,6 +208,7 @@ impl Pit {
             return false;
         }
         self.acknowledged = true;
+        // Saturating: the guest may end line 0 for another source's interrupt.
         self.pending = self.pending.saturating_sub(1);
         if self.pending == 0 {
             return false;
@@ -214,6 +222,7 @@ impl Pit {
     pub fn set_reinject(&mut self, on: bool) {
         if self.reinject != on {
             self.reinject = on;
+            // What was owed by the other rule is nobody's now.
             self.pending = 0;
             self.acknowledged = true;
         }
@@ -238,6 +247,7 @@ impl Pit {
     /// Writes port 0x61: bit 0 is counter 2's gate, bit 1 lets its output to the speaker.
     pub fn write_speaker(&mut self, value: u8, now_ns: u64) {
         self.speaker_data = value & 2 != 0;
+        // Counter 2's alone has a gate that software can reach.
         self.channels[2].set_gate(value & 1 != 0, now_ns);
     }
 
@@ -265,6 +275,7 @@ impl Pit {
         }
         self.hpet_legacy = state.hpet_legacy;
         self.speaker_data = state.speaker_data;
+        // Last: it looks at the flags and the channel that were restored.
         self.start(now_ns);
     }
 }

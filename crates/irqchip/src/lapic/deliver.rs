@@ -82,6 +82,7 @@ impl Lapic {
                     // Before the request: the owner may take and end the vector at once, and has to
                     // report that end.
                     self.eoi_notify.set_shared(msg.vector.0);
+                    // The hint behind the bit: who sees the hint finds the bit.
                     self.any_notify.store(1, Release);
                 }
                 self.accept_fixed(msg.vector, msg.trigger)
@@ -91,6 +92,8 @@ impl Lapic {
             // The INIT level de-assert only synchronised arbitration ids on old buses.
             DeliveryMode::Init if msg.trigger == Trigger::Level && !msg.assert => Accepted::Ignored,
             DeliveryMode::Init => Accepted::Init,
+            // Not judged here: whether the vCPU waits for one is known to its own state, in order
+            // with the INIT before it.
             DeliveryMode::Startup => Accepted::Sipi(msg.vector),
             // From the bus it goes nowhere: the 8259A is wired to LINT0.
             DeliveryMode::ExtInt => Accepted::Ignored,
@@ -101,6 +104,8 @@ impl Lapic {
     #[inline]
     pub fn accept_fixed(&self, vector: Vector, trigger: Trigger) -> Accepted {
         // NMI, SMI, INIT and SIPI come through all the same (SDM vol. 3A §10.4.7.2), hence not in accept().
+        // A read that races with the owner's write of the SVR is as good as a message a moment
+        // earlier or later.
         if !self.software_enabled() {
             return Accepted::Ignored;
         }
@@ -122,6 +127,8 @@ impl Lapic {
             }
         }
         // The bit before the hint: see the module's head.
+        // Locked: two senders may have the same word, and only one of them is to find the bit
+        // clear.
         let newly = self.irr.set_shared(v);
         self.irr_pending.store(1, Release);
         if newly { Accepted::Pending } else { Accepted::Coalesced }
@@ -139,6 +146,8 @@ impl Lapic {
     /// Logs an error: the vector that tells the guest of it, if its LVT entry is unmasked and names a legal one.
     #[cold]
     fn log_error(&self, bit: u32) -> Option<Vector> {
+        // Gathered until the guest writes the ESR; no order is needed, since nothing but the
+        // interrupt depends on it.
         self.esr_pending.fetch_or(bit, Relaxed);
         let lvt = self.lvt(LocalVector::Error);
         // An error vector that is itself illegal would be an error again, without end.
@@ -149,6 +158,7 @@ impl Lapic {
     #[inline]
     pub fn deliver_local(&self, source: LocalVector) -> Accepted {
         let lvt = self.lvt(source);
+        // Software disabling needs no look: it has set the mask bit of every entry.
         if lvt & lvt::MASKED != 0 || !self.enabled() {
             return Accepted::Ignored;
         }
@@ -165,6 +175,7 @@ impl Lapic {
             Some(DeliveryMode::Smi) => Accepted::Smi,
             Some(DeliveryMode::Init) => Accepted::Init,
             Some(DeliveryMode::ExtInt) => Accepted::ExtInt,
+            // These modes do not exist in a local vector table (SDM vol. 3A §10.5.1).
             Some(DeliveryMode::LowestPriority | DeliveryMode::Startup) | None => Accepted::Ignored,
         }
     }
@@ -176,6 +187,7 @@ impl Lapic {
         if !self.enabled() {
             return true;
         }
+        // Mask and mode in one comparison: ExtINT is 7, and the mask has to be clear.
         let lint0 = self.lvt(LocalVector::Lint0);
         lint0 & (lvt::MASKED | 0x700) == 0x700
     }
@@ -192,6 +204,8 @@ impl Lapic {
     /// The highest pending vector whose class is above the processor priority.
     #[inline]
     pub fn highest_pending(&self) -> Option<Vector> {
+        // Relaxed: the vCPU's mode was exchanged before, by a locked instruction, and a later
+        // sender kicks.
         if self.irr_pending.load(Relaxed) == 0 {
             return None;
         }
@@ -202,6 +216,8 @@ impl Lapic {
     /// SVM entry needs to know to ask for an exit when the guest lowers its TPR.
     #[inline]
     pub fn highest_requested(&self) -> Option<Vector> {
+        // Also where the priority holds it back: the TPR may be the guest's to lower without an
+        // exit.
         if self.irr_pending.load(Relaxed) == 0 || !self.enabled() {
             return None;
         }
@@ -218,6 +234,7 @@ impl Lapic {
     }
 
     fn pending_above(&self, priority: u8) -> Option<Vector> {
+        // Zero for an empty set is above no priority: the comparison below says no by itself.
         let vector = self.irr.highest();
         // By class, that is by the upper four bits: a vector of the same class waits (SDM vol. 3A
         // §10.8.3.1).
@@ -233,7 +250,11 @@ impl Lapic {
         // with a locked instruction, and look again. (x86 keeps a store before a locked
         // instruction, which is what makes this order hold.)
         self.irr_pending.store(0, Release);
+        // Locked, though only the owner clears: a sender's bit in the same word would be lost by a
+        // plain store.
         self.irr.clear_shared(vector.0);
+        // Set again by the owner's own look: a sender that came before the hint was dropped will
+        // not do it.
         if self.irr.any() {
             self.irr_pending.store(1, Relaxed);
         }

@@ -165,6 +165,8 @@ pub struct Lapic {
     /// Whether `eoi_notify` was ever used: spares the look into another cache line.
     any_notify: AtomicU8,
     /// Address of the CPU: 8 bits in xAPIC mode, 32 in x2APIC mode.
+    // Kept as compared, and not as the register shows it: senders ask far more often than guests
+    // read.
     id: AtomicU32,
     /// As the register shows it in the current mode.
     ldr: AtomicU32,
@@ -188,6 +190,7 @@ pub struct Lapic {
     /// Errors since the guest last wrote the ESR.
     esr_pending: AtomicU32,
     /// Where it is counted as one that answers to another id than its vCPU's, and as what.
+    // Set behind the making: an APIC exists before its VM takes it in.
     census: Once<Arc<IdCensus>>,
     counted: AtomicU8,
 }
@@ -209,6 +212,7 @@ impl IdCensus {
     /// is addressed by it alone, as under stock KVM, if there is somebody of the shorter id.
     #[inline]
     pub fn aliases(&self) -> bool {
+        // Relaxed: a message that races with a change of an id may go by the old one, as on a bus.
         self.written.load(Relaxed) != 0 || self.cut.load(Relaxed) != 0 && !self.wide.load(Relaxed)
     }
 
@@ -271,6 +275,7 @@ impl Lapic {
             census: Once::new(),
             counted: AtomicU8::new(ID_OWN),
         };
+        // By the reset itself, so that power-up and reset cannot come to differ.
         lapic.reset(role, Lint0::Masked);
         lapic
     }
@@ -278,10 +283,12 @@ impl Lapic {
     /// Power-up reset (SDM vol. 3A §10.4.7.1): xAPIC mode at the default address.
     pub fn reset(&self, role: CpuRole, lint0: Lint0) {
         let bsp_bit = if role.is_bootstrap() { base::BSP } else { 0 };
+        // The base before the registers: mode and id follow from it.
         self.base.store(DEFAULT_BASE | base::ENABLE | bsp_bit, Relaxed);
         self.set_address(LapicMode::XApic, self.vcpu_id & 0xff);
         self.ldr.store(0, Relaxed);
         self.reset_registers();
+        // Behind reset_registers(), which masks every entry.
         self.set_lvt(LocalVector::Lint0, lint0.entry());
     }
 
@@ -300,6 +307,8 @@ impl Lapic {
         self.dfr.store(u32::MAX, Relaxed);
         self.tpr.store(0, Relaxed);
         self.svr.store(0xff, Relaxed);
+        // Before the vectors are cleared: from here on senders put nothing more in, but for those
+        // on their way.
         self.software_enabled.store(0, Relaxed);
         for lvt in &self.lvt {
             lvt.store(lvt::MASKED, Relaxed);
@@ -308,6 +317,8 @@ impl Lapic {
         self.icr_hi.store(0, Relaxed);
         self.esr.store(0, Relaxed);
         self.esr_pending.store(0, Relaxed);
+        // The expiry goes before the IRR is cleared: a timer that fires now finds nothing to
+        // deliver.
         self.timer.reset();
         // The hint first: a sender that comes between leaves it set, and a look that finds nothing
         // is harmless.
@@ -318,6 +329,7 @@ impl Lapic {
         self.eoi_notify.clear();
         self.any_notify.store(0, Relaxed);
         self.isr_highest.store(0, Relaxed);
+        // Last: it follows from TPR and from what is in service.
         self.update_ppr();
     }
 
@@ -333,6 +345,7 @@ impl Lapic {
         if features.cmci {
             bits |= FEATURE_CMCI;
         }
+        // Only on a change: what the guest has in the entry outlasts features that are set again.
         if features.cmci != self.has(FEATURE_CMCI) {
             // An entry that comes is masked, and one that goes interrupts nobody.
             self.set_lvt(LocalVector::Cmci, lvt::MASKED);
@@ -398,14 +411,17 @@ impl Lapic {
     /// SDM vol. 3A §10.12.5 forbids: x2APIC to xAPIC, and disabled to x2APIC.
     pub fn set_base(&self, value: u64, rules: BaseRules) -> Result<BaseChange, Gp> {
         let new_mode = self.checked_mode(value, rules)?;
+        // The owner's read of what only the owner writes: nothing comes in between.
         let old_mode = self.mode();
         // Checked before: a refused value has changed nothing.
+        // Exchanged for the old value alone; nobody else writes it.
         let old = self.base.swap(value, Relaxed);
         if new_mode != old_mode {
             self.enter_mode(old_mode, new_mode);
         }
         Ok(BaseChange {
             mode: new_mode != old_mode,
+            // Only the address bits: enable and mode have their own word.
             address: (old ^ value) & !0xfff & !reserved_above(rules) != 0,
         })
     }
@@ -426,6 +442,8 @@ impl Lapic {
     fn checked_mode(&self, value: u64, rules: BaseRules) -> Result<LapicMode, Gp> {
         // Bits 7:0 and 9 are reserved in every mode (SDM vol. 3A §10.4.4); bit 8 is BSP, which
         // software may write.
+        // The bits above the guest's physical width too, for a VMM as for a guest: the page would
+        // lie nowhere.
         let mut reserved = reserved_above(rules) | 0xff | (1 << 9);
         if !rules.x2apic {
             reserved |= base::EXTD;
@@ -451,6 +469,7 @@ impl Lapic {
 
     /// The only way to another mode or id, so that the census is right.
     fn set_address(&self, mode: LapicMode, id: u32) {
+        // Two stores that a sender may see apart: for a moment the new id stands with the old mode.
         self.id.store(id, Relaxed);
         self.mode.store(mode as u8, Relaxed);
         self.be_counted();
@@ -465,6 +484,7 @@ impl Lapic {
             LapicMode::XApic if self.vcpu_id > 0xff => ID_CUT,
             _ => ID_OWN,
         };
+        // What it was counted as is kept here: the registers that say so have changed by now.
         let old = self.counted.swap(kind, Relaxed);
         // The new one first: never too few.
         if let Some(count) = census.of(kind) {
@@ -480,12 +500,14 @@ impl Lapic {
     /// # Errors
     /// [`NoMemory`].
     pub fn join(&self, census: &Arc<IdCensus>) -> Result<(), NoMemory> {
+        // The census first: a change of the id from here on is counted.
         self.census.set(census.clone())?;
         self.be_counted();
         Ok(())
     }
 
     fn enter_mode(&self, old: LapicMode, new: LapicMode) {
+        // What stays where the APIC is switched off; nobody matches it then.
         let mut id = self.id();
         // A logical id of x2APIC's form is none to the other mode. A guest gets there by way of no mode at all.
         if old == LapicMode::X2Apic {
@@ -499,6 +521,8 @@ impl Lapic {
                 id = self.vcpu_id & 0xff;
             }
             LapicMode::X2Apic => {
+                // The x2APIC id cannot be written, and neither can what follows from it (SDM vol.
+                // 3A §10.12.10).
                 id = self.vcpu_id;
                 self.ldr.store(x2apic_ldr(self.vcpu_id), Relaxed);
             }
@@ -511,6 +535,7 @@ impl Lapic {
     /// business. SDM vol. 3A §10.6.2, §10.12.10.
     #[inline]
     pub fn matches(&self, msg: &IrqMessage) -> bool {
+        // Once: a mode that changes between two looks would match by half of each.
         let mode = self.mode();
         // An APIC that is off hears nothing, not even a broadcast.
         if mode == LapicMode::Disabled {
@@ -538,10 +563,13 @@ impl Lapic {
     }
 
     fn matches_logical(&self, mode: LapicMode, dest: u32) -> bool {
+        // Both modes: 0xff of pins and MSIs was widened to it.
         if dest == BROADCAST {
             return true;
         }
         let ldr = self.ldr.load(Relaxed);
+        // The cluster has to be the same, and one bit of the sixteen to meet (SDM vol. 3A
+        // §10.12.10.1).
         if mode == LapicMode::X2Apic {
             return dest >> 16 == ldr >> 16 && dest & ldr & 0xffff != 0;
         }
@@ -568,6 +596,8 @@ impl Drop for Lapic {
         if let Some(census) = self.census.get()
             && let Some(count) = census.of(*self.counted.get_mut())
         {
+            // Else one vCPU that was made and given up would have every message looked up the long
+            // way for ever.
             count.fetch_sub(1, SeqCst);
         }
     }

@@ -15,6 +15,7 @@ impl Lapic {
     #[inline]
     pub fn set_isr(&self, vector: Vector) {
         self.isr.set_owned(vector.0);
+        // Compared and not taken for granted: a VMM may have restored anything into the ISR.
         if vector.0 > self.isr_highest.load(Relaxed) {
             self.isr_highest.store(vector.0, Relaxed);
         }
@@ -56,6 +57,8 @@ impl Lapic {
             return false;
         }
         // A self-IPI is an edge. A level bit left from before would send its EOI to the I/O APIC, which knows nothing of it.
+        // Looked at first: the locked instruction is spared where the bit is clear, which is nearly
+        // always.
         if self.tmr.test(v) {
             self.tmr.clear_shared(v);
         }
@@ -75,7 +78,9 @@ impl Lapic {
         if vector == 0 {
             return LapicEffect::None;
         }
+        // No locked instruction: nobody but the owner changes the ISR.
         self.isr.clear_owned(vector);
+        // Found anew by a look at four words: what was interrupted may be any vector below.
         self.isr_highest.store(self.isr.highest(), Relaxed);
         self.update_ppr();
         LapicEffect::Eoi { vector: Vector(vector), level: self.reports(vector) }
@@ -86,17 +91,22 @@ impl Lapic {
     pub(super) fn reports(&self, vector: u8) -> bool {
         // What a guest with directed EOIs suppresses is the broadcast; who asked for the vector by
         // name still hears of it.
+        // By the trigger mode at the time of the request, which the TMR keeps: the pin may have
+        // been changed since.
         (self.tmr.test(vector) && !self.eoi_broadcast_suppressed()) || self.notifies(vector)
     }
 
     /// Nobody waits for the end of `vector` any more: its EOI is reported no longer.
     pub fn forget_notify(&self, vector: Vector) {
+        // The hint stays: other vectors may be waited for, and a look too many costs a cache line
+        // only.
         self.eoi_notify.clear_shared(vector.0);
     }
 
     /// Replaces the vectors whose ends somebody waits for. Only for an owner whose senders ask for no
     /// reports themselves ([`IrqMessage::notify_eoi`](crate::IrqMessage::notify_eoi)).
     pub fn await_ends(&self, vectors: &VectorWords) {
+        // The set before the hint that leads to it.
         self.eoi_notify.replace_owned(vectors);
         self.any_notify.store(u8::from(*vectors != [0; 4]), Release);
     }
@@ -128,6 +138,7 @@ impl Lapic {
         self.isr_highest.load(Relaxed) == 0
             && !self.tmr.test(vector.0)
             && !self.notifies(vector.0)
+            // The hint is enough: it may say too much, and then the EOI exits as ever.
             && self.irr_pending.load(Relaxed) == 0
     }
 
@@ -171,6 +182,7 @@ impl Lapic {
     /// become deliverable.
     #[inline]
     pub fn set_tpr(&self, value: u8) -> bool {
+        // A higher priority frees nothing: the caller then looks for no interrupt.
         let old = self.tpr.load(Relaxed);
         self.tpr.store(value, Relaxed);
         self.update_ppr();

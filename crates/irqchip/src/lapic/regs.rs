@@ -31,12 +31,15 @@ const IRR_END: u32 = reg::IRR + 0x70;
 pub(super) const LVT_COUNT: usize = 7;
 /// What can be written of each LVT entry, in the order of [`LocalVector`].
 pub(super) const LVT_WRITABLE: [u32; LVT_COUNT] =
+    // Delivery status and remote IRR are the APIC's; only LINT0 and LINT1 have polarity and trigger
+    // mode.
     [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff, 0x1_07ff];
 /// An LVT entry more, for corrected machine checks.
 const VERSION_CMCI: u32 = 1 << 16;
 /// ICR: delivery status, send pending.
 const ICR_BUSY: u32 = 1 << 12;
 /// ICR bits that can be written in x2APIC mode: all but delivery status and the reserved ones.
+// Bits 13, 16, 17 and 20 up are reserved, and a WRMSR with one of them faults.
 const ICR_LO_WRITABLE: u32 = 0x000c_cfff;
 
 /// What the owner has to do after a register write.
@@ -77,6 +80,7 @@ impl Lapic {
         match offset {
             reg::ID => match self.mode() {
                 LapicMode::X2Apic => self.id(),
+                // Eight bits in the upper byte; of a wider id only its low byte is to be seen.
                 _ => self.id() << 24,
             },
             reg::VERSION => self.version(),
@@ -99,6 +103,7 @@ impl Lapic {
             },
             reg::LVT_CMCI if self.has(FEATURE_CMCI) => self.lvt(LocalVector::Cmci),
             reg::TIMER_INITIAL => self.timer.initial(),
+            // Time is asked for here alone: reading the clock costs more than all other registers.
             reg::TIMER_CURRENT => self.timer_current(now_ns),
             reg::TIMER_DIVIDE => self.timer.divide_register(),
             _ => {
@@ -119,6 +124,7 @@ impl Lapic {
         }
         // Zeros first: a load across registers is undefined, and must show no old bytes.
         data.fill(0);
+        // Sixteen bytes apart, of which four are the register.
         let within = (offset & 0xf) as usize;
         if within + data.len() <= 4 {
             let bytes = self.read(offset & !0xf, now_ns).to_le_bytes();
@@ -138,6 +144,7 @@ impl Lapic {
         }
         Some(match <[u8; 4]>::try_from(data) {
             Ok(bytes) if offset & 0xf == 0 => self.write(offset, u32::from_le_bytes(bytes)),
+            // Nothing, and no error: stock KVM ignores such stores as well.
             _ => LapicEffect::None,
         })
     }
@@ -146,6 +153,8 @@ impl Lapic {
     #[inline]
     pub fn write(&self, offset: u32, value: u32) -> LapicEffect {
         match offset {
+            // In the order of how often they are written. Any value ends an interrupt in xAPIC
+            // mode.
             reg::EOI => self.eoi(),
             reg::ICR => self.write_icr_lo(value),
             reg::ICR2 => {
@@ -154,6 +163,7 @@ impl Lapic {
                 LapicEffect::None
             }
             reg::ID => {
+                // By the one way that keeps the census right, though the mode stays.
                 self.set_address(self.mode(), value >> 24);
                 LapicEffect::AddressChanged
             }
@@ -191,15 +201,19 @@ impl Lapic {
             }
             // The two ways to arm the timer exclude each other (SDM vol. 3A §10.5.4.1).
             reg::TIMER_INITIAL if self.tsc_deadline_mode() => LapicEffect::None,
+            // The owner's caller arms the timer: nothing here knows the time.
             reg::TIMER_INITIAL => {
                 self.timer.set_initial(value);
                 LapicEffect::TimerChanged(TimerChange::Count)
             }
             reg::TIMER_DIVIDE => {
+                // Bit 2 is reserved (SDM vol. 3A figure 10-10). The old pace is needed to know how
+                // many counts are left.
                 let old = self.timer.set_divide_register(value & 0xb);
                 LapicEffect::TimerChanged(TimerChange::Divide { old })
             }
             reg::VERSION | reg::APR | reg::PPR | reg::RRD | reg::TIMER_CURRENT => LapicEffect::None,
+            // Read-only: the store is dropped without an error, as under stock KVM.
             reg::ISR..=IRR_END if offset & 0xf == 0 => LapicEffect::None,
             _ => {
                 let _ = self.raise_error(esr::ILLEGAL_REGISTER);
@@ -265,8 +279,12 @@ impl Lapic {
     fn write_x2_other(&self, msr: u32, value: u64) -> Result<LapicEffect, Gp> {
         // All but ICR have 32 bits; bits 63:32 are reserved and fault.
         let value = u32::try_from(value).map_err(|_| Gp)?;
+        // Id, LDR, PPR and the vector sets are read-only in this mode, and DFR and ICR2 are not
+        // there: all fall through to #GP.
         let offset = msr.wrapping_sub(msr::X2APIC_BASE).wrapping_shl(4);
         match offset {
+            // Reserved bits fault in this mode, where the page would drop them (SDM vol. 3A
+            // §10.12.1.3).
             reg::TPR if value > 0xff => Err(Gp),
             reg::ESR if value != 0 => Err(Gp),
             reg::TPR
@@ -281,9 +299,11 @@ impl Lapic {
     }
 
     fn write_svr(&self, value: u32) -> LapicEffect {
+        // Without the feature the bit must not stay: a guest tries it to see whether there is one.
         let suppress = if self.has(FEATURE_DIRECTED_EOI) { svr::DIRECTED_EOI } else { 0 };
         self.svr.store(value & (0x3ff | suppress), Relaxed);
         let enable = value & svr::ENABLE != 0;
+        // A byte of its own beside the SVR: senders look at it for each message.
         let was = self.software_enabled.swap(u8::from(enable), Relaxed) != 0;
         if was == enable {
             return LapicEffect::None;
@@ -344,6 +364,7 @@ impl Lapic {
         self.set_lvt(entry, value);
         match entry {
             LocalVector::Timer if (old ^ value) & lvt::TIMER_MODE != 0 => {
+                // The mode before the mask: a change of both is told as the greater one.
                 LapicEffect::TimerChanged(TimerChange::Mode { old })
             }
             LocalVector::Timer if (old ^ value) & lvt::MASKED != 0 => {
@@ -364,6 +385,7 @@ impl Lapic {
     fn self_ipi(&self, vector: u8) -> LapicEffect {
         // Sending such a vector is the sender's error and sets another bit than receiving one (SDM
         // vol. 3A §10.5.3).
+        // Checked by the sender too: the message is not sent at all (SDM vol. 3A §10.5.3).
         if vector < 16 {
             let _ = self.raise_error(esr::SEND_ILLEGAL_VECTOR);
             return LapicEffect::None;
@@ -374,6 +396,7 @@ impl Lapic {
     #[inline]
     fn write_icr_lo(&self, value: u32) -> LapicEffect {
         // Reserved bits read back as written, as under stock KVM; delivery is always complete.
+        // Before it is sent: a handler that runs at once may read it back.
         self.icr_lo.store(value & !ICR_BUSY, Relaxed);
         let mode = dest_mode(value);
         // 0xff is a broadcast to those in xAPIC mode only.
@@ -404,6 +427,7 @@ impl Lapic {
             2 => Shorthand::All,
             _ => Shorthand::AllButSelf,
         };
+        // A reserved mode sends nothing; the register has been written all the same.
         let Some(delivery) = DeliveryMode::from_bits(icr >> 8) else {
             return LapicEffect::None;
         };
@@ -419,6 +443,7 @@ impl Lapic {
                 if to_self {
                     return self.self_ipi(icr as u8);
                 }
+                // Vectors 0 to 15, by one test.
                 if icr & 0xf0 == 0 {
                     let _ = self.raise_error(esr::SEND_ILLEGAL_VECTOR);
                     return LapicEffect::None;

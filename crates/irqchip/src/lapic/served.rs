@@ -25,6 +25,7 @@ impl Lapic {
     /// Hands over what was requested and what is in service. Nothing of it is left here.
     pub fn hand_over(&self) -> Interrupts {
         let in_service = self.isr.words();
+        // Two copies would be ended twice: by the hardware, and here.
         self.isr.clear();
         self.isr_highest.store(0, Relaxed);
         self.update_ppr();
@@ -38,8 +39,10 @@ impl Lapic {
             self.irr.add_shared(&state.requested);
             self.irr_pending.store(1, Release);
         }
+        // Replaced: nothing was put into service here while the hardware had it.
         self.isr.replace_owned(&state.in_service);
         self.isr_highest.store(self.isr.highest(), Relaxed);
+        // Last: the processor priority follows from the TPR and from what is in service.
         self.set_tpr(state.tpr);
     }
 
@@ -49,6 +52,7 @@ impl Lapic {
     pub fn reported(&self) -> VectorWords {
         // A guest that suppresses broadcasts tells the I/O APIC itself.
         let mut words = if self.eoi_broadcast_suppressed() { [0; 4] } else { self.tmr.words() };
+        // Spares the cache line of a set that nearly no guest uses.
         if self.any_notify.load(Relaxed) != 0 {
             for (word, more) in words.iter_mut().zip(self.eoi_notify.words()) {
                 *word |= more;

@@ -72,10 +72,13 @@ impl Lapic {
     /// Writes the register page. `wide_ids`: user space enabled 32-bit ids
     /// (KVM_X2APIC_API_USE_32BIT_IDS).
     pub fn save(&self, page: &mut [u8; REGISTER_PAGE], wide_ids: bool, now_ns: u64) {
+        // The page goes to user space whole: what lies between the registers must not be the
+        // kernel's.
         page.fill(0);
         let id =
             if self.mode() == LapicMode::X2Apic && wide_ids { self.id() } else { self.id() << 24 };
         put(page, reg::ID, id);
+        // By the guest's own reads: a register has one way to be shown.
         for offset in PLAIN {
             put(page, offset, self.read(offset, || now_ns));
         }
@@ -121,11 +124,14 @@ impl Lapic {
         self.svr.store(svr & 0x3ff | svr & svr::DIRECTED_EOI, Relaxed);
         self.software_enabled.store(u8::from(svr & 0x100 != 0), Relaxed);
         for ((offset, writable), lvt) in LVT_OFFSETS.into_iter().zip(LVT_WRITABLE).zip(&self.lvt) {
+            // The entry is masked without the feature, whatever the VMM's page says.
             if offset == reg::LVT_CMCI && !self.has(FEATURE_CMCI) {
                 continue;
             }
             let mut value = get(page, offset) & writable;
             if svr & 0x100 == 0 {
+                // As a write would: a disabled APIC must not be restored with an entry that
+                // interrupts.
                 value |= lvt::MASKED;
             }
             lvt.store(value, Relaxed);
@@ -140,6 +146,7 @@ impl Lapic {
             self.tmr.set_register(index, get(page, reg::TMR + index * 16));
             self.irr.set_register(index, get(page, reg::IRR + index * 16));
         }
+        // Nothing that follows from the registers is in the page: it is derived here.
         self.isr_highest.store(self.isr.highest(), Relaxed);
         // The registers came one by one, and the hint with none of them.
         self.refresh_pending();

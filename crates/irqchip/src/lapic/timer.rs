@@ -36,8 +36,12 @@ const BY_TSC: u64 = u64::MAX;
 pub(super) struct Timer {
     /// When the timer expires next; zero when it does not run, [`BY_TSC`] when that is not known in
     /// nanoseconds.
+    // Atomic though the owner writes it: the host timer's handler reads and takes it on whatever
+    // CPU it fires.
     expiry_ns: AtomicU64,
     /// When the host timer fires; zero when it does not.
+    // Kept apart from the expiry: the host timer may be armed for an earlier time than the guest
+    // asks for now.
     armed_ns: AtomicU64,
     /// Length of one countdown.
     period_ns: AtomicU64,
@@ -138,6 +142,7 @@ impl TimerOp {
             Self::Rearm { ns } => {
                 // The handler takes the token. Stored before it is through, the new time would be taken away by it.
                 cancel();
+                // No exchange: the handler is through, and none comes before the timer is started.
                 lapic.timer.armed_ns.store(ns, SeqCst);
                 start(ns);
             }
@@ -163,6 +168,7 @@ impl Timer {
     /// Stops the countdown. The host timer is left alone and will find nothing to do.
     pub(super) fn reset(&self) {
         self.stop();
+        // The pace is kept by stop(), which a change of the timer's mode uses as well.
         self.divide.store(0, Relaxed);
     }
 
@@ -226,6 +232,7 @@ impl Timer {
 /// Nanoseconds that `ticks` take at `khz`, rounded up, so that nothing expires early. Saturates.
 #[inline]
 pub(super) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
+    // A frequency of 0 would be a division by zero.
     let khz = u64::from(khz.max(1));
     // Split, so that nothing overflows: the guest chooses the ticks, and 64 bits of them times 10^6
     // are too many.
@@ -237,6 +244,7 @@ impl Lapic {
     /// The timer is in TSC-deadline mode.
     #[inline]
     pub fn tsc_deadline_mode(&self) -> bool {
+        // Both: a VMM may restore the bit into an APIC that does not have the mode.
         self.lvt(LocalVector::Timer) & lvt::TIMER_MODE == lvt::TIMER_DEADLINE
             && self.has(FEATURE_TSC_DEADLINE)
     }
@@ -289,6 +297,7 @@ impl Lapic {
         }
         // Nobody but the owner looks at these.
         self.timer.deadline_tsc.store(deadline, Relaxed);
+        // No subtraction: the CPU compares TSCs, and no time has to be computed.
         if deadline > guest_tsc {
             self.timer.expiry_ns.store(BY_TSC, Release);
             return TimerOp::ArmHv;
@@ -340,6 +349,7 @@ impl Lapic {
     /// The TSC deadline has come, the owner says: interrupts. Owner only.
     pub fn expire_deadline(&self) -> Accepted {
         // Exchanged: whoever takes the expiry delivers, and nobody else does.
+        // The mode first: the expiry of a countdown is a time, and is not the owner's to end here.
         if !self.tsc_deadline_mode() || self.timer.expiry_ns.swap(0, SeqCst) == 0 {
             return Accepted::Ignored;
         }
@@ -367,6 +377,7 @@ impl Lapic {
     /// is masked.
     #[inline]
     pub fn deadline_live(&self) -> u64 {
+        // A masked deadline interrupts nobody, so that nobody has to be ready for it.
         if self.lvt(LocalVector::Timer) & lvt::MASKED != 0 || !self.enabled() {
             return 0;
         }
@@ -378,6 +389,8 @@ impl Lapic {
     pub fn tsc_changed(&self, clock: &TimerClock) -> TimerOp {
         match self.tsc_deadline() {
             0 => TimerOp::Leave,
+            // The deadline is a time of the guest's TSC and stays; what it is in host time has
+            // changed.
             deadline => self.set_tsc_deadline(deadline, clock),
         }
     }
@@ -407,15 +420,18 @@ impl Lapic {
         timer.armed_ns.swap(0, SeqCst);
         // Armed before: the owner looks at the time itself, and when it is about to sleep it finds
         // the token gone and arms anew.
+        // After the token: the owner clears this word before it looks at the token.
         if timer.hv.load(SeqCst) != 0 {
             return SwTimerExpired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
         }
         // The guest may have stored a later deadline in memory that no interrupt handler may touch.
         let ask_owner = timer.guarded.load(SeqCst) != 0
             && self.tsc_deadline_mode()
+            // From 1: an expiry of 0 says that the timer does not run.
             && (1..=now_ns).contains(&timer.expiry_ns.load(SeqCst));
         let (accepted, next) =
             if ask_owner { (Accepted::Ignored, None) } else { self.expire(now_ns) };
+        // Armed for the rest: what fired was too early, or the timer is periodic.
         let rearm = next.filter(|ns| {
             // The owner may have switched to the hv timer meanwhile.
             *ns != BY_TSC && timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok()
@@ -433,12 +449,14 @@ impl Lapic {
     fn expire(&self, now_ns: u64) -> (Accepted, Option<u64>) {
         let timer = &self.timer;
         let mut accepted = Accepted::Ignored;
+        // The owner and the handler may both be here: whoever exchanges the expiry delivers.
         let mut expiry = timer.expiry_ns.load(SeqCst);
         loop {
             if expiry == 0 {
                 return (accepted, None);
             }
             if expiry > now_ns {
+                // Not yet: the host timer fired early, or the owner has moved the expiry away.
                 return (accepted, Some(expiry));
             }
             let period = timer.period_ns.load(Relaxed);
@@ -453,6 +471,7 @@ impl Lapic {
             match timer.expiry_ns.compare_exchange(expiry, next, SeqCst, SeqCst) {
                 Ok(_) => {
                     let this = self.deliver_local(LocalVector::Timer);
+                    // A kick of an earlier round must not be forgotten for a coalesced one.
                     if this.kick() || !accepted.kick() {
                         accepted = this;
                     }

@@ -67,6 +67,7 @@ impl VectorSet {
             // SeqCst: a look that comes after the hint was dropped must not be made before it. On
             // x86 a plain load.
             let bits = word.load(SeqCst);
+            // From the top: the highest word that has any decides.
             if bits != 0 {
                 return base | (63 - bits.leading_zeros() as u8);
             }
@@ -77,6 +78,7 @@ impl VectorSet {
     /// Whether there is a member.
     #[inline]
     pub(super) fn any(&self) -> bool {
+        // SeqCst for the same reason as in highest().
         self.0.iter().any(|word| word.load(SeqCst) != 0)
     }
 
@@ -95,6 +97,8 @@ impl VectorSet {
     /// Adds members against other writers.
     pub(super) fn add_shared(&self, members: &VectorWords) {
         for (word, more) in self.0.iter().zip(members) {
+            // All four words, empty or not: this is done when a CPU gives the APIC back, not on the
+            // exit path.
             word.fetch_or(*more, SeqCst);
         }
     }
@@ -115,6 +119,7 @@ impl VectorSet {
 
     pub(super) fn clear(&self) {
         for word in &self.0 {
+            // What a sender puts in meanwhile goes too: an APIC that is reset drops what it has.
             word.store(0, SeqCst);
         }
     }

@@ -74,6 +74,7 @@ impl Channel {
     pub(super) fn new(gate: bool, now_ns: u64) -> Self {
         let state = PitChannelState {
             count: 0x1_0000,
+            // No mode: the counter has no output and makes no interrupt until it is programmed.
             mode: 0xff,
             gate: u8::from(gate),
             count_load_time: now_ns as i64,
@@ -89,7 +90,9 @@ impl Channel {
             count => count.min(0x1_0000),
         };
         let mut channel = Self {
+            // The saved load time is of another host's clock.
             state: PitChannelState { count, count_load_time: now_ns as i64, ..*state },
+            // A gate that is low holds the count at its beginning.
             held_ns: (state.gate == 0).then_some(0),
             null_count: false,
         };
@@ -154,6 +157,7 @@ impl Channel {
     /// Drives the gate input.
     pub(super) fn set_gate(&mut self, high: bool, now_ns: u64) {
         let was = self.state.gate != 0;
+        // Only a change does anything: a guest writes port 0x61 for the speaker, too.
         if was == high {
             return;
         }
@@ -188,6 +192,7 @@ impl Channel {
         // Modes 6 and 7 are 2 and 3: the top bit is a don't-care there.
         state.mode = if mode > 5 { mode & 3 } else { mode };
         state.bcd = value & 1;
+        // What was latched belongs to the old program.
         state.count_latched = 0;
         state.status_latched = 0;
         state.count_load_time = now_ns as i64;
@@ -213,6 +218,7 @@ impl Channel {
     pub(super) fn latch_status(&mut self, now_ns: u64) {
         // As for the count: a second command does not disturb what waits to be read.
         if self.state.status_latched == 0 {
+            // The output at the time of the command, not of the read.
             self.state.status = u8::from(self.output(now_ns)) << 7
                 | u8::from(self.null_count) << 6
                 | (self.state.rw_mode & 3) << 4
@@ -246,6 +252,7 @@ impl Channel {
             self.state.count_latched = next;
             return value;
         }
+        // Without a latch a guest may read two halves of different counts, as on the chip.
         let count = self.readable(now_ns);
         match self.state.read_state {
             byte::HIGH => (count >> 8) as u8,
@@ -267,6 +274,7 @@ impl Channel {
         let count = match self.state.write_state {
             byte::HIGH => value << 8,
             byte::WORD_LOW => {
+                // The old count goes on until the second byte is there.
                 self.state.write_latch = value as u8;
                 self.state.write_state = byte::WORD_HIGH;
                 return false;

@@ -38,6 +38,7 @@ impl Timer {
 
     /// Nanoseconds in one count.
     fn count_ns(&self, divide: u32) -> u64 {
+        // At most 2^7 times 2^32, and never 0: it is divided by.
         u64::from(divisor(divide)) * u64::from(self.bus_cycle_ns.load(Relaxed).max(1))
     }
 
@@ -67,12 +68,14 @@ impl Lapic {
                 }
                 TimerOp::Leave
             }
+            // A count goes on under the mask; only its interrupt is dropped when it ends.
             TimerChange::Mask => TimerOp::Leave,
         }
     }
 
     fn start_countdown(&self, now_ns: u64) -> TimerOp {
         let timer = &self.timer;
+        // Read back and not passed on: the register is what a saved state has as well.
         let counts = timer.initial();
         // Writing 0 stops the timer (SDM vol. 3A §10.5.4).
         if counts == 0 {
@@ -81,6 +84,7 @@ impl Lapic {
             return TimerOp::Leave;
         }
         let mut period = timer.counts_ns(counts, timer.divide_register());
+        // A one-shot may be as short as it likes: the guest has to arm it each time.
         if self.periodic() {
             period = period.max(MIN_PERIOD_NS);
         }
@@ -92,6 +96,7 @@ impl Lapic {
     fn change_pace(&self, old_divide: u32, now_ns: u64) -> TimerOp {
         let timer = &self.timer;
         let expiry = timer.expiry_ns.load(SeqCst);
+        // Nothing counts down: the new pace is that of the next count.
         if expiry == 0 || expiry == BY_TSC || self.tsc_deadline_mode() {
             return TimerOp::Leave;
         }
@@ -110,6 +115,7 @@ impl Lapic {
     /// The current-count register, from the time.
     pub(in crate::lapic) fn timer_current(&self, now_ns: impl FnOnce() -> u64) -> u32 {
         let timer = &self.timer;
+        // The clock is read only behind these looks: a timer that stands needs none.
         let expiry = timer.expiry_ns.load(Relaxed);
         let period = timer.period_ns.load(Relaxed);
         // In TSC-deadline mode the register reads 0 (SDM vol. 3A §10.5.4.1).
@@ -143,6 +149,7 @@ impl Lapic {
         if self.periodic() {
             period = period.max(MIN_PERIOD_NS);
         }
+        // The deadline is no register of the page: its MSR is restored later.
         if initial == 0 || self.tsc_deadline_mode() {
             return TimerOp::Leave;
         }
