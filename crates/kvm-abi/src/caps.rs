@@ -81,6 +81,8 @@ macro_rules! answers {
             };
             let value: u32 = match capability {
                 $($cap => $answer,)*
+                // What nobody knows is not there, as the API has it: a VMM asks for newer ones than
+                // these.
                 _ => 0,
             };
             // A negative answer would be an errno to the VMM.

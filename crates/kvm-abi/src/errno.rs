@@ -70,6 +70,7 @@ impl Errno {
         match errno {
             23 => Errno::ENFILE,
             24 => Errno::EMFILE,
+            // What else can fail in making a file is memory.
             _ => Errno::ENOMEM,
         }
     }

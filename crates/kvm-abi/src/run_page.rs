@@ -46,6 +46,7 @@ impl<'a> RunPage<'a> {
     #[inline]
     pub(crate) fn store(&self, index: usize, value: u64) {
         if let Some(word) = self.0.get(index) {
+            // Relaxed: the VMM reads after its system call has returned.
             word.store(value, Relaxed);
         }
     }
@@ -58,6 +59,7 @@ impl<'a> RunPage<'a> {
 
     /// The first bytes of the page, as many as `into` takes: the data of a string instruction.
     pub fn read_bytes(&self, into: &mut [u8]) {
+        // Word by word through load(): no slice of bytes is ever made of a page that others write.
         for (index, part) in into.chunks_mut(8).enumerate() {
             for (to, from) in part.iter_mut().zip(self.load(index).to_le_bytes()) {
                 *to = from;
@@ -79,6 +81,7 @@ impl<'a> RunPage<'a> {
 
     /// Tells that the changed registers of a class were taken.
     pub fn clear_dirty_registers(&self, class: u64) {
+        // Read again, so that classes which another thread has marked meanwhile stay marked.
         self.store(DIRTY_REGS, self.load(DIRTY_REGS) & !class);
     }
 

@@ -46,6 +46,7 @@ struct Cut {
 impl Write for Cut {
     fn write_str(&mut self, text: &str) -> core::fmt::Result {
         for byte in text.bytes() {
+            // One byte is kept: a reader expects a NUL at the end.
             if self.len + 1 >= NAME_BYTES {
                 return Err(core::fmt::Error);
             }
@@ -87,6 +88,7 @@ pub fn len<V: Values>(values: &V) -> u64 {
 /// Word `at` of the file; 0 behind its end.
 fn word<V: Values>(values: &V, id: &Id, at: usize) -> u64 {
     let table = values.table();
+    // Parts follow each other without gaps: subtracting walks through them.
     if at < HEADER_WORDS {
         return header_word(table.len(), at);
     }
@@ -160,11 +162,13 @@ pub fn read<V: Values, E>(
         let skip = (at - first * 8) as usize;
         let upto = (bytes.len() as u64).min(end - first * 8) as usize;
         let piece = bytes.get(skip..upto).unwrap_or(&[]);
+        // Cannot be, for `at` is before the end; a loop that does not advance would never end.
         if piece.is_empty() {
             break;
         }
         put(at - offset, piece)?;
         at += piece.len() as u64;
+        // The length is the reader's, and each word is computed.
         host::task::cond_resched();
     }
     Ok(at.saturating_sub(offset))

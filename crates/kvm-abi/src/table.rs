@@ -18,6 +18,7 @@ macro_rules! commands {
     ($with:ident) => {
         $with! {
         (system: kvm, arg)
+            // First of all, since VMMs ask it first and stop at another answer than 12.
             GET_API_VERSION [io 0x00] [] => without_argument(arg, API_VERSION),
                 "12; EINVAL with an argument";
             CREATE_VM [io 0x01] [] => create_vm(kvm, arg),
@@ -128,6 +129,8 @@ macro_rules! commands {
                 "ENODEV: there is no kind of device";
 
         (vm_compat: vm, arg)
+            // The pointers make the structure shorter, and with it the number: there can be no
+            // mistake which one was meant.
             X86_SET_MSR_FILTER_COMPAT [iow KvmMsrFilterCompat 0xc6] [CAP_X86_MSR_FILTER]
                 => msr_filter::set_compat(vm, arg), "a structure of its own, hence a number";
             GET_DIRTY_LOG [] [] => memory::dirty_log(vm, arg, Pointers::Bits32),
@@ -136,6 +139,8 @@ macro_rules! commands {
                 => memory::clear_dirty_log(vm, arg, Pointers::Bits32), "the same";
 
         (run: vcpu, page, io_page, arg)
+            // Apart from the other commands of a vCPU: it has the shared pages, and no match to go
+            // through.
             RUN [io 0x80] [CAP_IMMEDIATE_EXIT] => run::run(vcpu, page, io_page, arg),
                 "see [exits](#exits); EINTR: signal or `immediate_exit`; EAGAIN: an application processor was started, \
                  call again; EFAULT with KVM_EXIT_MEMORY_FAULT: memory of a slot that the VMM does not have; EIO: an \
@@ -154,6 +159,8 @@ macro_rules! commands {
             SET_FPU [iow KvmFpu 0x8d] [] => takes(arg, |fpu: &KvmFpu| vcpu.set_fpu(fpu)), "";
             GET_XSAVE [ior KvmXsave 0xa4] [CAP_XSAVE] => state::get_xsave(vcpu, arg),
                 "EINVAL where 4096 bytes do not suffice";
+            // The number has the size of the smaller structure, and the command copies what
+            // KVM_CAP_XSAVE2 says.
             GET_XSAVE2 [ior KvmXsave 0xcf] [CAP_XSAVE2] => state::get_xsave2(vcpu, arg), "";
             SET_XSAVE [iow KvmXsave 0xa5] [CAP_XSAVE] => state::set_xsave(vcpu, arg), "";
             GET_XCRS [ior KvmXcrs 0xa6] [CAP_XCRS] => gives(arg, || state::xcrs(vcpu)), "";
@@ -254,6 +261,8 @@ macro_rules! capabilities {
             CAP_VAPIC 6 => 0, "";
             CAP_EXT_CPUID 7 => 1, "";
             CAP_CLOCKSOURCE 8 => 1, "";
+            // A recommendation, as against CAP_MAX_VCPUS: more vCPUs than CPUs work, and wait for
+            // each other.
             CAP_NR_VCPUS 9 => host::smp::online_cpus().min(offer.max_vcpus),
                 "CPUs of the host that are online, at most 4096";
             CAP_NR_MEMSLOTS 10 => USER_MEM_SLOTS, "32764";
@@ -264,6 +273,7 @@ macro_rules! capabilities {
                 "2, the page of the ring in the mapping of a vCPU";
             // Nothing is pinned: the VMM may unmap, move and merge the guest's memory.
             CAP_SYNC_MMU 16 => 1, "";
+            // Old bugs of KVM, of whose mending a VMM is told; never 0 in a later one.
             CAP_DESTROY_MEMORY_REGION_WORKS 21 => 1, "";
             CAP_USER_NMI 22 => 1, "";
             CAP_SET_GUEST_DEBUG 23 => (offer.guest_debug != 0).into(), "1";
@@ -291,12 +301,15 @@ macro_rules! capabilities {
             CAP_X86_ROBUST_SINGLESTEP 51 => 1, "";
             CAP_ENABLE_CAP 54 => 1, "";
             CAP_XSAVE 55 => 1, "";
+            // Without XSAVE there is no XCR0 to be read or set, and both commands are EINVAL.
             CAP_XCRS 56 => offer.xsave.into(), "1 where the host has XSAVE";
             CAP_ASYNC_PF 59 => 0, "";
             CAP_TSC_CONTROL 60 => offer.tsc_scaling.into(), "1 with TSC scaling";
             CAP_GET_TSC_KHZ 61 => 1, "";
             CAP_MAX_VCPUS 66 => offer.max_vcpus, "4096";
             CAP_ONE_REG 70 => 0, "";
+            // Told here and not in CPUID, since it needs a local APIC in the kernel (KVM API
+            // §4.46).
             CAP_TSC_DEADLINE_TIMER 72 => 1, "";
             CAP_SYNC_REGS 74 => SYNC_X86_VALID_FIELDS as u32, "7: registers, system registers and events";
             CAP_PCI_2_3 75 => 0, "";
@@ -304,9 +317,12 @@ macro_rules! capabilities {
             CAP_SIGNAL_MSI 77 => 1, "";
             CAP_READONLY_MEM 81 => 1, "";
             CAP_IRQFD_RESAMPLE 82 => 1, "";
+            // 0, though KVM_CREATE_DEVICE is known: there is no kind of device to be made.
             CAP_DEVICE_CTRL 89 => 0, "";
             CAP_EXT_EMUL_CPUID 95 => offer.emulated_cpuid.into(), "1";
             CAP_HYPERV_TIME 96 => 0, "";
+            // A line is high when its source says so: the polarity bits of an entry are kept and
+            // mean nothing.
             CAP_IOAPIC_POLARITY_IGNORED 97 => 1, "";
             CAP_ENABLE_CAP_VM 98 => 1, "";
             CAP_IOEVENTFD_NO_LENGTH 100 => 1, "";
@@ -316,6 +332,7 @@ macro_rules! capabilities {
                 "1; enabled, bits that are unknown are passed over";
             CAP_X86_SMM 117 => 1, "";
             CAP_MULTI_ADDRESS_SPACE 118 => ADDRESS_SPACES, "2: outside system-management mode, and in it";
+            // Numbers that only Arm's answer: x86 always has four.
             CAP_GUEST_DEBUG_HW_BPS 119 => 0, "";
             CAP_GUEST_DEBUG_HW_WPS 120 => 0, "";
             CAP_SPLIT_IRQCHIP 121 => offer.split_irqchip.into(),
@@ -326,6 +343,7 @@ macro_rules! capabilities {
             CAP_VCPU_ATTRIBUTES 127 => offer.tsc_offset.into(), "1";
             CAP_MAX_VCPU_ID 128 => offer.max_vcpu_id, "16384; enabled, once and before there are vCPUs";
             CAP_X2APIC_API 129 => offer.x2apic_api as u32, "3: 32-bit ids; 0xff is an id to x2APICs";
+            // A message's sender means nothing here: there is no ITS.
             CAP_MSI_DEVID 131 => 0, "";
             CAP_IMMEDIATE_EXIT 136 => 1, "";
             CAP_X86_DISABLE_EXITS 143 => offer.disable_exits as u32,
@@ -337,6 +355,8 @@ macro_rules! capabilities {
             CAP_GET_MSR_FEATURES 153 => 1, "";
             CAP_HYPERV_EVENTFD 154 => 0, "";
             CAP_HYPERV_TLBFLUSH 155 => 0, "";
+            // A size and no yes or no: a VMM allocates it once, before it knows what a guest will
+            // do.
             CAP_NESTED_STATE 157 => crate::uapi::vcpu_state::largest_nested_state(offer.nested_format),
                 "8320 (VMX), 4224 (SVM), whatever `nested` says";
             CAP_MSR_PLATFORM_INFO 159 => 1, "";
@@ -345,6 +365,7 @@ macro_rules! capabilities {
             CAP_HYPERV_ENLIGHTENED_VMCS 163 => offer.hyperv.into(),
                 "as CAP_HYPERV; enabled on a vCPU, the range of versions is written where `args[0]` points: 0x101";
             CAP_EXCEPTION_PAYLOAD 164 => offer.exception_payload.into(), "1";
+            // The first form had faults, and the second took its place: stock KVM answers 0, too.
             CAP_MANUAL_DIRTY_LOG_PROTECT 166 => 0, "";
             CAP_HYPERV_CPUID 167 => offer.hyperv.into(), "as CAP_HYPERV";
             CAP_MANUAL_DIRTY_LOG_PROTECT2 168 => offer.manual_dirty_log as u32, "1: not \"initially set\"";
@@ -372,6 +393,7 @@ macro_rules! capabilities {
             CAP_EXIT_ON_EMULATION_FAILURE 204 => 1, "";
             CAP_VM_MOVE_ENC_CONTEXT_FROM 206 => 0, "";
             CAP_VM_GPA_BITS 207 => 0, "s390 alone";
+            // At least what KVM_GET_XSAVE copies: a VMM that asks allocates by this answer.
             CAP_XSAVE2 208 => offer.xsave_bytes.max(4096), "bytes of the XSAVE area, at least 4096";
             CAP_SYS_ATTRIBUTES 209 => 1, "";
             CAP_PMU_CAPABILITY 212 => 0, "";
@@ -390,11 +412,14 @@ macro_rules! capabilities {
             CAP_DIRTY_LOG_RING_WITH_BITMAP 225 => 0, "";
             CAP_PMU_EVENT_MASKED_EVENTS 226 => 0, "";
             CAP_USER_MEMORY2 231 => 1, "";
+            // 0, though such exits are made: a VMM that asks for this wants them of guest_memfd.
             CAP_MEMORY_FAULT_INFO 232 => 0, "";
             CAP_MEMORY_ATTRIBUTES 233 => 0, "";
             CAP_GUEST_MEMFD 234 => 0, "";
+            // A mask of types: the ordinary one alone.
             CAP_VM_TYPES 235 => 1, "";
             CAP_PRE_FAULT_MEMORY 236 => 0, "";
+            // On /dev/kvm the default; of a VM the dispatch answers what is set.
             CAP_X86_APIC_BUS_CYCLES_NS 237 => 1,
                 "on a VM what is set; enabled, nanoseconds in a cycle; EINVAL: 0, or so long that the longest countdown does \
                  not fit into 64 bits of nanoseconds; ENXIO without local APICs; EINVAL with vCPUs";

@@ -32,6 +32,8 @@ pub fn read_array<T>(addr: u64, count: usize) -> Result<Box<[T]>, Errno>
 where
     T: FromBytes + IntoBytes + KnownLayout<PointerMetadata = ()>,
 {
+    // Zeroed and then copied over: no uninitialised memory is ever a value, even if the copy ends
+    // early.
     let mut values = <[T]>::new_box_zeroed_with_elems(count)?;
     // An empty array may have any pointer: VMMs pass null.
     if count != 0 {
@@ -61,6 +63,7 @@ pub fn takes<T: FromBytes + IntoBytes>(
     addr: u64,
     then: impl FnOnce(&T) -> Result<(), Errno>,
 ) -> Result<(), Errno> {
+    // Known when compiled: each type has one of the two ways.
     if size_of::<T>() > ON_STACK {
         return then(&*read_boxed::<T>(addr)?);
     }
@@ -75,5 +78,6 @@ pub fn gives<T: IntoBytes + Immutable>(addr: u64, make: impl FnOnce() -> T) -> R
 
 /// The address of the array behind a head of type `T` at `addr`.
 pub fn after<T>(addr: u64) -> Result<u64, Errno> {
+    // A pointer near 2^64 must not come out at the bottom of the address space.
     addr.checked_add(size_of::<T>() as u64).ok_or(Errno::EFAULT)
 }

@@ -43,6 +43,7 @@ pub fn regs(r: &Regs) -> KvmRegs {
         r14,
         r15,
         rip: r.rip,
+        // All bits, reserved ones too: KVM_SET_REGS gets back what was given.
         rflags: r.rflags.bits(),
     }
 }
@@ -55,6 +56,7 @@ pub fn from_regs(r: &KvmRegs) -> Regs {
             r.r12, r.r13, r.r14, r.r15,
         ],
         rip: r.rip,
+        // Not judged: what RFLAGS a guest may have is the vCPU's to say.
         rflags: Rflags::from_bits_retain(r.rflags),
     }
 }
@@ -99,6 +101,7 @@ pub fn from_segment(s: &KvmSegment) -> Segment {
 }
 
 fn table(t: &DescriptorTable) -> KvmDtable {
+    // Named, for these bytes go to user space with the rest.
     KvmDtable { base: t.base, limit: t.limit, padding: [0; 3] }
 }
 
@@ -124,10 +127,12 @@ pub fn sregs(s: &Sregs) -> KvmSregs2 {
         cr2: s.cr2,
         cr3: s.cr3,
         cr4: s.cr4.bits(),
+        // The task priority, by whatever the VM has for a local APIC.
         cr8: s.cr8,
         efer: s.efer.bits(),
         apic_base: s.apic_base,
         flags: if s.pdptes.is_some() { SREGS2_FLAGS_PDPTRS_VALID } else { 0 },
+        // Zeros where the flag says that they mean nothing.
         pdptrs: s.pdptes.unwrap_or([0; 4]),
     }
 }
@@ -153,12 +158,14 @@ pub fn from_sregs(s: &KvmSregs2) -> Sregs {
         cr8: s.cr8,
         efer: Efer::from_bits_retain(s.efer),
         apic_base: s.apic_base,
+        // Without the flag the vCPU reads them from memory, as MOV to CR3 does.
         pdptes: (s.flags & SREGS2_FLAGS_PDPTRS_VALID != 0).then_some(s.pdptrs),
     }
 }
 
 /// Bytes of the legacy region of an XSAVE area (SDM vol. 1 §10.5.1).
 const LEGACY: usize = 512;
+// Of the FXSAVE image: registers of x87, then those of SSE.
 const FPR: usize = 32;
 const XMM: usize = 160;
 /// Where XSTATE_BV lies, whose low two bits say that x87 and SSE are there.
@@ -170,6 +177,8 @@ fn part<const N: usize>(area: &[u8], at: usize) -> [u8; N] {
 }
 
 fn put<const N: usize>(area: &mut [u8], at: usize, value: [u8; N]) {
+    // Nothing is written beyond an area that is too short: the caller's sizes hold, and no panic
+    // depends on it.
     if let Some(slot) = area.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
         *slot = value;
     }
@@ -240,15 +249,18 @@ pub struct EventRules {
 /// Events on their way. Without payloads an exception that waits is told as injected, since the
 /// VMM could not tell the difference.
 pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
+    // Zeros first: the structure has reserved bytes, and all of it goes to user space.
     let mut out = KvmVcpuEvents::default();
     if let Some(x) = e.exception {
         out.exception = KvmExceptionEvent {
+            // "Injected" is what an older VMM gives back unchanged; "pending" it would drop.
             injected: (e.exception_injected || !rules.payload).into(),
             nr: x.vector.0,
             has_error_code: x.error_code.is_some().into(),
             pending: (rules.payload && !e.exception_injected).into(),
             error_code: x.error_code.unwrap_or(0),
         };
+        // An exception that was injected has put its payload into CR2 or DR6 already.
         if rules.payload && !e.exception_injected {
             out.exception_has_payload = x.payload.is_some().into();
             out.exception_payload = x.payload.unwrap_or(0);
@@ -305,6 +317,7 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
     {
         return Err(Errno::EINVAL);
     }
+    // The structure's own booleans are bytes of any value: each is compared with 0.
     let x = &e.exception;
     let exception = (x.injected | x.pending != 0).then(|| Exception {
         vector: Vector(x.nr),
@@ -349,10 +362,13 @@ pub fn hyperv_table(offer: &Offer, enlightened: u16) -> Result<Vec<KvmCpuidEntry
 /// A CPUID table.
 pub fn cpuid_table(entries: &[cpuid::Entry]) -> Result<Vec<KvmCpuidEntry2>, Errno> {
     let mut table = Vec::new();
+    // Fallible, here as everywhere: a VMM may make as many vCPUs as it likes at a bad moment.
     table.try_reserve_exact(entries.len())?;
     table.extend(entries.iter().map(|e| KvmCpuidEntry2 {
         function: e.leaf,
         index: e.index,
+        // ECX counts for a leaf only with the flag: a VMM must not have to know which leaves have
+        // subleaves.
         flags: if e.significant_index { CPUID_FLAG_SIGNIFCANT_INDEX } else { 0 },
         eax: e.eax,
         ebx: e.ebx,
@@ -381,6 +397,7 @@ pub fn from_cpuid_table(entries: &[KvmCpuidEntry2]) -> Result<Vec<cpuid::Entry>,
 
 /// A memory slot in the form of the memory's floor.
 pub fn region(r: &MemoryRegion) -> Region {
+    // By bits again: the memory's floor keeps flags in one word.
     let mut flags = 0;
     if r.log_dirty {
         flags |= MEM_LOG_DIRTY_PAGES;
@@ -391,6 +408,7 @@ pub fn region(r: &MemoryRegion) -> Region {
     Region {
         slot: r.slot.number.into(),
         flags,
+        // The dispatch has checked that neither this nor the end wraps.
         gpa: r.base.0 << x86::addr::PAGE_SHIFT,
         size: r.pages << x86::addr::PAGE_SHIFT,
         hva: r.hva.0,
@@ -487,6 +505,8 @@ pub fn from_routes(routes: &[KvmIrqRoutingEntry], pins: bool) -> Result<Vec<Rout
                 let KvmIrqRoutingIrqchip { irqchip, pin } = route.irqchip();
                 Target::Pin { chip: Chip::from_id(irqchip).ok_or(Errno::EINVAL)?, pin }
             }
+            // The upper half of an address is checked with the table, by the VM's rules of
+            // destinations.
             IRQ_ROUTING_MSI => {
                 let KvmIrqRoutingMsi { address_lo, address_hi, data, .. } = route.msi();
                 Target::Msi(Msi { address_lo, address_hi, data })
@@ -504,6 +524,7 @@ pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
     if what.flags & IOEVENTFD_FLAG_VIRTIO_CCW_NOTIFY != 0 {
         return Err(Errno::EINVAL);
     }
+    // Two address spaces, whose numbers overlap.
     let port = what.flags & IOEVENTFD_FLAG_PIO != 0;
     let matches = what.flags & IOEVENTFD_FLAG_DATAMATCH != 0;
     Ok(IoEvent {
@@ -517,6 +538,7 @@ pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
 
 /// A zone of coalesced writes.
 pub fn from_zone(zone: &KvmCoalescedMmioZone) -> Zone {
+    // One or zero: the dispatch has refused all others.
     let space = if zone.pio != 0 { Space::Port } else { Space::Memory };
     Zone { space, address: zone.addr, len: zone.size }
 }

@@ -35,6 +35,8 @@ fn read_to_user<V: Values>(values: &V, id: &Id, offset: u64, buffer: u64, len: u
     });
     match copied {
         Ok(bytes) => bytes as i64,
+        // What was copied before a fault is not told, as on stock KVM: the reader has to begin
+        // anew.
         Err(errno) => errno.code(),
     }
 }
@@ -43,6 +45,7 @@ impl FileObject for VmStatsFile {
     const NAME: &'static CStr = c"kvm-vm-stats";
     const READABLE: bool = true;
 
+    // A monitor that holds this file must not reach the VM by it.
     fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: Pointers) -> i64 {
         Errno::ENOTTY.code()
     }
@@ -78,6 +81,7 @@ pub(super) fn of_vm(vm: &VmRef, tid: u32) -> Result<i32, Errno> {
 #[cold]
 #[inline(never)]
 pub(super) fn of_vcpu(vm: &VmRef, vcpu: &SharedVcpu, tid: u32) -> Result<i32, Errno> {
+    // The vCPU's own id names the file, as that of its vCPU file.
     let (id, number) = (Id::new(tid, Some(vcpu.id)), vcpu.id);
     let file = Arc::new(VcpuStatsFile { vcpu: vcpu.clone(), _vm: vm.clone(), id })?;
     Ok(NewFile::new(file, Some(number)).map_err(Errno::from_file)?.install())

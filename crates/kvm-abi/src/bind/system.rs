@@ -44,10 +44,12 @@ impl<M: MakeBackend> SystemOps for SystemHandle<M> {
     }
 
     fn supported_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        // One table for all who ask, made at load: no CPUID is executed here.
         convert::cpuid_table(self.host.offered.cpuid.entries())
     }
 
     fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        // Of /dev/kvm what could be; a vCPU tells what it was given.
         convert::hyperv_table(&self.host.offer, cpuid::ENLIGHTENED_VERSIONS)
     }
 

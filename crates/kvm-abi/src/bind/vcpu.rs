@@ -67,6 +67,7 @@ impl<B: Backend + 'static> VcpuFile<B> {
             vcpu,
             vm: vm.clone(),
             host,
+            // For the name of its statistics file alone; another thread may run it.
             tid: host::task::current_tid(),
             sipi_vector: 0,
         };
@@ -92,6 +93,7 @@ impl<B: Backend + 'static> FileObject for VcpuFile<B> {
             PIO_PAGE_OFFSET => Some(&self.pio),
             // One page for all vCPUs of the VM, as on stock KVM (KVM API §4.116).
             COALESCED_MMIO_PAGE_OFFSET => Some(self.vm.irq().coalesced().page()),
+            // No other page: an offset behind the three is not the kernel's memory.
             _ => None,
         }
     }
@@ -107,6 +109,7 @@ impl<B: Backend + 'static> VcpuFileOps for VcpuFile<B> {
 
     #[inline]
     fn run_page(&self) -> &[AtomicU64; 512] {
+        // Words and no structure: user space writes to the page while we read.
         self.run.table()
     }
 
@@ -136,6 +139,7 @@ impl<B: Backend> BoundVcpu<B> {
 
     /// A buffer for the whole XSAVE area.
     fn area(&self) -> Result<Box<[u8]>, Errno> {
+        // Zeroed: what the copy leaves out must be no old bytes of the kernel's.
         Ok(<[u8]>::new_box_zeroed_with_elems(self.vcpu.xsave_size())?)
     }
 }
@@ -187,6 +191,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn set_regs(&mut self, regs: &KvmRegs) -> Result<(), Errno> {
+        // Nothing is refused, as on stock KVM.
         self.vcpu.set_regs(&convert::from_regs(regs));
         Ok(())
     }
@@ -252,6 +257,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn msr(&mut self, index: u32) -> Result<u64, MsrRefused> {
+        // As the VMM: the guest's CPUID and the MSR filter are not asked.
         self.vcpu.read_msr(index, By::Vmm).map_err(|_| MsrRefused)
     }
 
@@ -270,6 +276,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn set_events(&mut self, events: &KvmVcpuEvents) -> Result<(), Errno> {
+        // All checks before the first change: KVM_SET_VCPU_EVENTS is whole or nothing.
         let saved = convert::from_events(events, self.rules())?;
         let has = |flag: u32| events.flags & flag != 0;
         let smi = has(VCPUEVENT_VALID_SMM).then_some(saved.smi);
@@ -289,8 +296,10 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         // Kept until KVM_SET_MP_STATE says that a SIPI was received: the vector alone starts
         // nobody.
         if has(VCPUEVENT_VALID_SIPI_VECTOR) {
+            // Cut to the page's number: a start-up address is below 1 MiB.
             self.sipi_vector = events.sipi_vector as u8;
         }
+        // Last: entering system-management mode changes what the events above are held back by.
         if let Some(smi) = smi {
             self.vcpu.restore_smi(&smi);
         }
@@ -317,6 +326,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         match state {
             // Nothing but the start-up IPI itself is left to be done.
             MpState::SipiReceived => {
+                // The state first: a SIPI is dropped by a vCPU that does not wait for one.
                 self.vcpu.set_mp_state(MpState::InitReceived);
                 self.vcpu.shared().deliver(Accepted::Sipi(Vector(self.sipi_vector)));
             }
@@ -366,6 +376,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn set_tsc_khz(&mut self, khz: u32) -> Result<(), Errno> {
+        // Without scaling only the host's own rate can be had, within what calibration differs by.
         Ok(self.vcpu.set_tsc_khz(khz, self.host.offer.tsc_scaling)?)
     }
 

@@ -48,6 +48,7 @@ fn rules_of(flags: u64) -> DestRules {
 
 /// The chip that KVM_GET_IRQCHIP and KVM_SET_IRQCHIP name: one of the two PICs.
 fn pic_of(which: u32) -> pic::Which {
+    // The dispatch has refused every other number.
     if which == IRQCHIP_PIC_SLAVE { pic::Which::Slave } else { pic::Which::Master }
 }
 
@@ -63,6 +64,7 @@ pub struct VmFile<M> {
 impl<M: MakeBackend> VmFile<M> {
     /// A file for `vm`, which this thread has made.
     pub fn new(vm: VmRef, host: &'static Host) -> Self {
+        // The thread that makes the VM: statistics are named after it.
         Self { vm, host, tid: host::task::current_tid(), make: PhantomData }
     }
 
@@ -91,6 +93,8 @@ impl<M: MakeBackend> VmFile<M> {
     /// The file of a vCPU, out of line because the hardware half is made on the stack.
     #[inline(never)]
     fn vcpu_file(&self, shared: &SharedVcpu) -> Result<Arc<VcpuFile<M::B>>, Errno> {
+        // The backend on the heap first: what follows is made beside it, and not on one stack frame
+        // with it.
         let file = VcpuFile::new(Self::backend()?, shared.clone(), self.vm.clone(), self.host)?;
         Ok(Arc::new(file)?)
     }
@@ -106,6 +110,7 @@ impl<M: MakeBackend> VmFile<M> {
 
     fn set_max_vcpu_id(&self, limit: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
+        // Under the lock: KVM_CREATE_VCPU compares with both.
         let settings = &self.vm.settings;
         let present = settings.max_vcpu_id.load(Relaxed);
         // An id equal to the limit passes, though no vCPU can have it: stock KVM compares so.
@@ -158,6 +163,8 @@ impl<M: MakeBackend> FileObject for VmFile<M> {
     const NAME: &'static CStr = c"kvm-vm";
 
     fn ioctl(this: &Arc<Self>, command: u32, argument: u64, caller: Pointers) -> i64 {
+        // By the calling thread and not by the file: one process may make 32-bit calls and others
+        // on one descriptor.
         let of = match caller {
             Pointers::Bits32 => dispatch::vm_compat,
             Pointers::Bits64 => dispatch::vm,
@@ -191,6 +198,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn create_vcpu(&self, id: u32) -> Result<i32, Errno> {
         let vm = &self.vm;
         let _making = vm.making.lock();
+        // The index is the place in the list, and vCPUs never go: it stays its own.
         let index = vm.vcpus().count();
         let most = self.host.offer.max_vcpus.min(MAX_VCPUS as u32);
         if index >= most || id >= vm.settings.max_vcpu_id.load(Relaxed) {
@@ -201,8 +209,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             return Err(Errno::EEXIST);
         }
         let role = CpuRole::bootstrap_if(id == vm.settings.boot_cpu_id.load(Relaxed));
+        // Decided here for ever: the irqchip cannot be made once there are vCPUs.
         let lapic = vm.irq().kind() != Irqchip::None;
         let shared = VcpuShared::new(id, index, role, lapic)?;
+        // Before others can see the APIC: a timer that runs has one pace.
         shared.lapic.set_bus_cycle_ns(vm.settings.apic_bus_cycle_ns.load(Relaxed));
         if !vm.settings.has_quirk(quirk::LINT0_REENABLED) {
             // Made as firmware leaves it; without the quirk it is as the manuals have it (SDM vol.
@@ -219,6 +229,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
+        // System-management mode has memory of its own: the same numbers name other slots there.
         let memory = self.vm.memory_in(region.slot.space);
         Ok(memory.set_region(&convert::region(region), &**self.vm)?)
     }
@@ -235,6 +246,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
         // With manual protection KVM_CLEAR_DIRTY_LOG takes the bits, and this only shows them.
         let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
+        // By number and not by a slot that was looked up: it may be gone, and the memory's lock
+        // says.
         let memory = self.vm.memory_in(slot.space);
         let words = memory.dirty_log(slot.number.into(), protect, &**self.vm)?;
         // The slot may have been replaced since its size was asked for.
@@ -327,6 +340,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn signal_msi(&self, msi: &KvmMsi) -> Result<i32, Errno> {
         let msi = convert::from_msi(msi);
+        // At each message: a route is checked when it is set, and this one comes with none.
         if !msi.valid(self.dest_rules()) {
             return Err(Errno::EINVAL);
         }
@@ -334,6 +348,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_routes(&self, routes: &[KvmIrqRoutingEntry]) -> Result<(), Errno> {
+        // With a split irqchip the pins are the VMM's, and only messages are ours.
         let pins = self.irqchip() == Irqchip::Full;
         Ok(self.vm.irq().set_routes(&convert::from_routes(routes, pins)?)?)
     }
@@ -357,6 +372,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn assign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno> {
+        // Without the flag the second descriptor means nothing, and is not looked up.
         let resample = what.flags & IRQFD_FLAG_RESAMPLE != 0;
         let resamplefd = resample.then_some(what.resamplefd as i32);
         Ok(self.vm.irq().assign_irqfd(what.fd as i32, what.gsi, resamplefd)?)
@@ -429,6 +445,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         if !self.host.offer.tsc_scaling && !vcpu::is_close(khz, self.host.offer.tsc_khz) {
             return Err(Errno::EINVAL);
         }
+        // Only for vCPUs to come: one that is there has its own rate.
         self.without_vcpus(|vm| vm.settings.tsc_khz.store(khz, Relaxed))
     }
 

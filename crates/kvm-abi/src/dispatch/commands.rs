@@ -23,6 +23,7 @@ use crate::uapi::vcpu_state::KvmMpState;
 use crate::user::{gives, takes};
 
 /// What an unknown command gets.
+// Of all files alike, where stock KVM differs; see the head of `dispatch`.
 const UNKNOWN: Errno = Errno::ENOTTY;
 
 /// What a handler can end with.
@@ -144,6 +145,7 @@ pub fn vcpu<F: VcpuFile>(file: &F, cmd: u32, arg: u64) -> Reply {
     if ioctl::type_of(cmd) != ioctl::KVMIO {
         return Err(UNKNOWN);
     }
+    // Before the command is looked at: a vCPU's commands are in order with each other.
     let mut guard = file.lock()?;
     let vcpu = &mut *guard;
     // Apart from the others: it is called for ever, and has the two pages besides.

@@ -18,6 +18,7 @@ pub fn irq_line<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// KVM_IRQ_LINE_STATUS: drives a GSI, and says what came of it.
 pub fn irq_line_status<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    // The whole structure back: the status has the place of the number.
     user::write(arg, &drive_line(vm, arg)?)?;
     Ok(0)
 }
@@ -25,6 +26,7 @@ pub fn irq_line_status<V: VmOps>(vm: &V, arg: u64) -> Reply {
 /// Drives the GSI that is asked for at `arg`. The question, with what came of it for the GSI.
 fn drive_line<V: VmOps>(vm: &V, arg: u64) -> Result<KvmIrqLevel, Errno> {
     let line: KvmIrqLevel = user::read(arg)?;
+    // Without controllers there is no line: ENXIO, as in stock KVM.
     if vm.irqchip() == Irqchip::None {
         return Err(Errno::ENXIO);
     }
@@ -58,6 +60,7 @@ pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
             // Xen's event channels, Hyper-V's SINTs and s390's adapters.
             _ => return Err(Errno::EINVAL),
         };
+        // All entries before the first is used: a table is taken whole or not at all.
         if route.flags & !flags != 0 || route.gsi >= MAX_IRQ_ROUTES {
             return Err(Errno::EINVAL);
         }
@@ -74,6 +77,7 @@ pub fn ioeventfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
         vm.deassign_ioeventfd(&what)?;
         return Ok(0);
     }
+    // Both are the VMM's: a range that wraps would be met by addresses at the other end.
     let wraps = what.addr.checked_add(u64::from(what.len)).is_none();
     let known = what.flags & !IOEVENTFD_VALID_FLAG_MASK == 0;
     // Any length would be asked to match a value of some length.
@@ -91,6 +95,7 @@ pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     if what.flags & !(IRQFD_FLAG_DEASSIGN | IRQFD_FLAG_RESAMPLE) != 0 {
         return Err(Errno::EINVAL);
     }
+    // Asked before the irqchip: parting is fine whatever there is.
     if what.flags & IRQFD_FLAG_DEASSIGN != 0 {
         vm.deassign_irqfd(&what)?;
         return Ok(0);
@@ -112,6 +117,7 @@ pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
 pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
     // Whole, though only `chip_id` counts: what the state does not fill goes back as it came.
     let mut chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
+    // Behind the copy: EFAULT goes before ENXIO on stock KVM.
     if vm.irqchip() != Irqchip::Full {
         return Err(Errno::ENXIO);
     }
@@ -132,6 +138,7 @@ pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// KVM_SET_IRQCHIP: a controller's state back (KVM API §4.27).
 pub fn set_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    // Boxed: half a KiB is too much for a stack frame here.
     let chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
     if vm.irqchip() != Irqchip::Full {
         return Err(Errno::ENXIO);

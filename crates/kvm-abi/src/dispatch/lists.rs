@@ -39,6 +39,7 @@ pub fn get_msrs(arg: u64, mut get: impl FnMut(u32) -> Result<u64, MsrRefused>) -
     let mut entries = read_msrs(arg)?;
     let mut done = 0;
     for entry in &mut entries {
+        // Not an error of the command: the count tells the VMM which one it was.
         let Ok(value) = get(entry.index) else { break };
         entry.data = value;
         done += 1;
@@ -53,6 +54,8 @@ pub fn set_msrs(arg: u64, mut set: impl FnMut(u32, u64) -> Result<(), MsrRefused
     let entries = read_msrs(arg)?;
     let mut done = 0;
     for entry in &entries {
+        // What was set before stays set, by contract: the count says how far it came (KVM API
+        // §4.19).
         if set(entry.index, entry.data).is_err() {
             break;
         }
@@ -68,6 +71,7 @@ pub fn write_cpuid(
     entries: impl FnOnce() -> Result<Vec<KvmCpuidEntry2>, Errno>,
 ) -> Reply {
     let head: KvmCpuid2 = user::read(arg)?;
+    // No room at all is E2BIG before anything is made.
     if head.nent == 0 {
         return Err(Errno::E2BIG);
     }
@@ -77,6 +81,7 @@ pub fn write_cpuid(
         // more (KVM API §4.46).
         return Err(Errno::E2BIG);
     }
+    // The entries before the count: a fault in between leaves the VMM's count as it was.
     user::write(user::after::<KvmCpuid2>(arg)?, entries.as_slice())?;
     user::write(arg, &KvmCpuid2 { nent: entries.len() as u32, ..head })?;
     Ok(0)
@@ -112,6 +117,7 @@ pub fn get_cpuid(arg: u64, entries: &[KvmCpuidEntry2]) -> Reply {
 /// The table that KVM_SET_CPUID2 brings.
 pub fn read_cpuid2(arg: u64) -> Result<Box<[KvmCpuidEntry2]>, Errno> {
     let head: KvmCpuid2 = user::read(arg)?;
+    // Bounded before it is read: the number is the VMM's.
     if head.nent > MAX_CPUID_ENTRIES {
         return Err(Errno::E2BIG);
     }

@@ -43,6 +43,7 @@ pub fn set_region2<V: VmOps>(vm: &V, arg: u64) -> Reply {
 fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno> {
     let slot = slot_id(region.slot)?;
     let (gpa, size, hva) = (region.guest_phys_addr, region.memory_size, region.userspace_addr);
+    // One test for all three: tables map whole pages.
     let aligned = (gpa | size | hva) & PAGE_MASK == 0;
     let known = region.flags & !(MEM_LOG_DIRTY_PAGES | MEM_READONLY) == 0;
     // The limit on pages bounds the dirty bitmap, too.
@@ -90,6 +91,7 @@ pub fn uncoalesce<V: VmOps>(vm: &V, arg: u64) -> Reply {
 fn zone(arg: u64) -> Result<KvmCoalescedMmioZone, Errno> {
     // Neither address nor size is checked, as in stock KVM: in a zone that wraps no write lies.
     let zone: KvmCoalescedMmioZone = user::read(arg)?;
+    // A third address space there is not.
     if zone.pio > 1 { Err(Errno::EINVAL) } else { Ok(zone) }
 }
 
@@ -110,6 +112,7 @@ pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply {
 /// KVM_CLEAR_DIRTY_LOG: protects pages again (KVM API §4.117).
 pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply {
     let log: KvmClearDirtyLog = user::read(arg)?;
+    // Bits are taken word by word: a part begins with one.
     if !log.first_page.is_multiple_of(64) {
         return Err(Errno::EINVAL);
     }

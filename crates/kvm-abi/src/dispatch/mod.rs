@@ -47,6 +47,7 @@ pub type Done = Result<(), Errno>;
 /// A reply as the kernel's ioctl returns it.
 pub const fn code(reply: Reply) -> i64 {
     match reply {
+        // Never negative: that would be an errno.
         Ok(value) => value as i64,
         Err(errno) => errno.code(),
     }

@@ -40,6 +40,7 @@ fn set_checked<V: VmOps>(vm: &V, filter: &KvmMsrFilter) -> Reply {
         return Err(Errno::EINVAL);
     }
     let mut ranges = Vec::new();
+    // At most sixteen, so that no range has to be counted first.
     ranges.try_reserve_exact(filter.ranges.len())?;
     // A range without MSRs is none: its flags are not even looked at, as in stock KVM.
     for range in used() {

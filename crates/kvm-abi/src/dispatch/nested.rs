@@ -52,6 +52,7 @@ pub fn get<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
     if size.is_none() {
         return user::write(arg, &none(vcpu.offer().nested_format));
     }
+    // Zeroed: what the backend does not fill goes to user space as it is.
     let mut state = <[u8]>::new_box_zeroed_with_elems(bytes)?;
     vcpu.nested_state(&mut state)?;
     user::write(arg, &*state)
@@ -65,6 +66,7 @@ pub fn set<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
     if (head.size as usize) < HEADER || head.flags & !NESTED_FLAGS != 0 || pending {
         return Err(Errno::EINVAL);
     }
+    // After the header's own checks: those hold for every vCPU.
     if vcpu.nested_state_size().is_none() {
         return set_none(vcpu.offer().nested_format, &head);
     }
@@ -75,8 +77,10 @@ pub fn set<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
 /// Reads as much of a state as is there; gives how much that is. Whether the rest is missed depends on the rest.
 fn read_state(format: u16, head: &KvmNestedState, arg: u64) -> Result<(Box<[u8]>, usize), Errno> {
     let (images, bytes) = if format == NESTED_FORMAT_SVM { (1, IMAGE) } else { (2, VMCS12) };
+    // Of a fixed size: what the header says of it is user space's, and is not allocated by.
     let mut state = <[u8]>::new_box_zeroed_with_elems(HEADER + images * IMAGE)?;
     let Some((to, data)) = state.split_at_mut_checked(HEADER) else { return Err(Errno::EINVAL) };
+    // The header that was checked, and no second read of it.
     to.copy_from_slice(head.as_bytes());
     let mut read = HEADER;
     for (number, image) in data.chunks_exact_mut(IMAGE).enumerate() {

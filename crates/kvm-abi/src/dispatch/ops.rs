@@ -55,6 +55,7 @@ pub trait SystemOps {
 /// Whether a VM has local APICs of ours.
 #[inline]
 pub fn has_lapic(irqchip: Irqchip) -> bool {
+    // With a split irqchip the local APICs are ours all the same.
     irqchip != Irqchip::None
 }
 
@@ -66,6 +67,7 @@ pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
     if offer.tsc_scaling && khz >= offer.max_tsc_khz {
         return Err(Errno::EINVAL);
     }
+    // 0 stands for the host's rate in the API, so that no guest's clock can be stopped by it.
     Ok(if khz == 0 { offer.tsc_khz } else { khz })
 }
 

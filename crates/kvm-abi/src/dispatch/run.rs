@@ -27,6 +27,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     if arg != 0 {
         return Err(Errno::EINVAL);
     }
+    // Loaded once: the VMM's other threads may write there while the registers are taken.
     let (wanted, changed) = page.shared_registers();
     // Before the pending I/O is completed: a VMM whose registers are refused can mend them and call
     // again.
@@ -87,6 +88,7 @@ fn take_registers<V: VcpuOps>(
         return Err(Errno::EINVAL);
     }
     if changed & SYNC_X86_REGS != 0 {
+        // General registers first: setting them drops an exception that the events below may bring.
         vcpu.set_regs(&page.read::<KvmRegs>(SYNC_REGS))?;
         // Class by class: a VMM that gets an error sees by the bits left which class it was.
         page.clear_dirty_registers(SYNC_X86_REGS);
@@ -125,6 +127,7 @@ impl RunPage<'_> {
     /// `None` where that CR8 has a reserved bit set.
     #[inline]
     pub fn input(&self, own_cr8: bool) -> Option<RunInput> {
+        // One load for both bytes.
         let [request_interrupt_window, immediate_exit, ..] = self.load(REQUEST).to_le_bytes();
         let cr8 = if own_cr8 {
             let cr8 = self.load(CR8);
@@ -140,6 +143,7 @@ impl RunPage<'_> {
             request_interrupt_window: request_interrupt_window != 0,
             immediate_exit: immediate_exit != 0,
             cr8,
+            // Whatever the last exit was: who finishes it knows whether it means anything.
             mmio_data: self.load(EXIT + 1).to_le_bytes(),
         })
     }
@@ -153,6 +157,7 @@ impl RunPage<'_> {
     /// Shows why KVM_RUN returns.
     #[inline(always)]
     pub fn show(&self, exit: &UserExit, output: &RunOutput, error: &ErrorData) {
+        // The union before the reason, which says what of the union means anything.
         let reason = match *exit {
             UserExit::Io { write, size, port, count } => {
                 let direction = if write { EXIT_IO_OUT } else { EXIT_IO_IN };

@@ -27,6 +27,7 @@ pub fn enable<V: VmOps>(vm: &V, arg: u64) -> Reply {
 }
 
 fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
+    // A bit without a meaning is refused, so that it can be given one.
     let within = |mask: u64| if value & !mask == 0 { Ok(value) } else { Err(Errno::EINVAL) };
     let at_most = |limit: u32| match u32::try_from(value) {
         Ok(value) if value <= limit => Ok(value),
@@ -43,6 +44,7 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
             0 => return Err(Errno::EINVAL),
             ns => Setting::ApicBusCycles(ns),
         },
+        // Any value but 0 switches on, as on stock KVM; only words of bits are checked.
         CAP_EXCEPTION_PAYLOAD => Setting::ExceptionPayload(value != 0),
         CAP_X86_TRIPLE_FAULT_EVENT => Setting::TripleFaultEvent(value != 0),
         CAP_MSR_PLATFORM_INFO => Setting::MsrPlatformInfo(value != 0),

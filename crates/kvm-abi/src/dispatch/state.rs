@@ -26,6 +26,8 @@ pub fn sregs<V: VcpuOps>(vcpu: &mut V) -> KvmSregs {
     {
         *word = 1 << (vector & 63);
     }
+    // Behind the interrupt: both are looked at under the vCPU's mutex, so that they belong
+    // together.
     let s = vcpu.sregs();
     KvmSregs {
         cs: s.cs,
@@ -132,6 +134,7 @@ pub fn set_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 
 /// KVM_GET_XCRS: XCR0, the only one there is (KVM API §4.44).
 pub fn xcrs<V: VcpuOps>(vcpu: &mut V) -> KvmXcrs {
+    // Sixteen places, of which one is used: the others go out as zeros.
     let mut xcrs = KvmXcrs::new_zeroed();
     if let Some(value) = vcpu.xcr0() {
         xcrs.nr_xcrs = 1;
@@ -143,6 +146,7 @@ pub fn xcrs<V: VcpuOps>(vcpu: &mut V) -> KvmXcrs {
 
 /// KVM_SET_XCRS. XCR0 is the only one; others are passed over.
 pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, xcrs: &KvmXcrs) -> Done {
+    // The count is the VMM's: beyond the array there is nothing to be looked at.
     if vcpu.xcr0().is_none() || xcrs.nr_xcrs as usize > MAX_XCRS || xcrs.flags != 0 {
         return Err(Errno::EINVAL);
     }
@@ -222,6 +226,7 @@ pub fn get_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     if !has_lapic(vcpu.irqchip()) {
         return Err(Errno::EINVAL);
     }
+    // A KiB, hence a box; zeroed, for all of it goes out.
     let mut state = KvmLapicState::new_box_zeroed()?;
     vcpu.lapic(&mut state)?;
     user::write(arg, &*state)
@@ -256,6 +261,7 @@ pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 pub fn interrupt<V: VcpuOps>(vcpu: &mut V, interrupt: &KvmInterrupt) -> Done {
     // The vector before the irqchip: stock KVM's order.
     let vector = u8::try_from(interrupt.irq).map_err(|_| Errno::EINVAL)?;
+    // With a split irqchip the VMM's PIC may still interrupt by this.
     if vcpu.irqchip() == Irqchip::Full {
         return Err(Errno::ENXIO);
     }
@@ -267,6 +273,7 @@ pub fn set_signal_mask<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let mask = if arg == 0 {
         None
     } else {
+        // The length is a field of the VMM's, and is compared, not used.
         let head: KvmSignalMask = user::read(arg)?;
         // The kernel's own set and no libc's, which is larger (KVM API §4.21).
         if head.len != size_of::<u64>() as u32 {
@@ -308,6 +315,7 @@ pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, debug: &KvmGuestDebug) -> Done 
 /// KVM_TPR_ACCESS_REPORTING: exits for writes of the task priority.
 pub fn tpr_access_reporting<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let control: KvmTprAccessCtl = user::read(arg)?;
+    // Reserved, so that they can be given a meaning.
     if control.flags != 0 {
         return Err(Errno::EINVAL);
     }
@@ -362,6 +370,7 @@ pub fn attribute<V: VcpuOps>(vcpu: &mut V, arg: u64, what: Attribute) -> Done {
         return Err(Errno::ENOTTY);
     }
     let attr: KvmDeviceAttr = user::read(arg)?;
+    // ENXIO for what exists nowhere; ENOTTY above is for hosts without the whole group.
     if attr.group != VCPU_TSC_CTRL || attr.attr != VCPU_TSC_OFFSET {
         return Err(Errno::ENXIO);
     }

@@ -16,6 +16,7 @@ const MIN_MMU_PAGES: u64 = 64;
 
 /// KVM_CHECK_EXTENSION on a VM: what was set of it, of a capability that has a value.
 pub fn vm_extension(vm: &impl VmOps, capability: u64) -> i32 {
+    // The one capability whose answer a VM's own setting changes.
     if capability == u64::from(CAP_X86_APIC_BUS_CYCLES_NS) {
         // A negative answer would be an errno.
         return vm.bus_cycle_ns().min(i32::MAX as u32) as i32;
@@ -35,6 +36,7 @@ pub fn create_vcpu<V: VmOps>(vm: &V, id: u64) -> Reply {
 /// KVM_SET_TSS_ADDR: where the three pages of real mode under VMX lie (KVM API §4.36).
 pub fn set_tss_addr<V: VmOps>(vm: &V, addr: u64) -> Done {
     match u32::try_from(addr) {
+        // All three pages below 4 GiB, as in stock KVM.
         Ok(low) if addr <= TSS_ADDR_MAX => vm.set_tss_addr(low),
         _ => Err(Errno::EINVAL),
     }

@@ -37,6 +37,7 @@ uapi! {
 }
 
 /// Most entries a table may have.
+// Stock KVM's limit: a VMM's table fits there as here.
 pub const MAX_CPUID_ENTRIES: u32 = 256;
 /// [`KvmCpuidEntry2::flags`]: `index` is significant.
 pub const CPUID_FLAG_SIGNIFCANT_INDEX: u32 = 1;

@@ -10,12 +10,15 @@ use super::{
 /// The type byte of every KVM command.
 pub const KVMIO: u32 = 0xAE;
 
+// From the point of view of user space: "write" is what the kernel reads.
 const WRITE: u32 = 1;
 const READ: u32 = 2;
 
 /// Packs a command number. The size field has 14 bits; a larger type does not compile when used in
 /// a constant.
 const fn command(direction: u32, number: u32, size: usize) -> u32 {
+    // Fourteen bits of size (asm-generic/ioctl.h): a larger structure would spill into the
+    // direction.
     assert!(size < 1 << 14);
     direction << 30 | (size as u32) << 16 | KVMIO << 8 | number
 }

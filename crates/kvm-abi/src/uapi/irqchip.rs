@@ -52,6 +52,7 @@ uapi! {
 
     /// The local APIC's register page, first KiB (KVM_GET_LAPIC, KVM_SET_LAPIC).
     struct KvmLapicState {
+        // A KiB of the page of four, as the API has it.
         regs: [u8; 1024],
     }
 
@@ -100,6 +101,7 @@ uapi! {
     struct KvmIrqRouting {
         nr: u32,
         flags: u32,
+        // An array of no length: what follows the head in user memory is copied by itself.
         entries: [KvmIrqRoutingEntry; 0],
     }
 
@@ -154,6 +156,7 @@ uapi! {
 impl KvmIrqRoutingEntry {
     /// The route read as one to a pin.
     pub const fn irqchip(&self) -> KvmIrqRoutingIrqchip {
+        // Words taken apart by shifts, since x86 is little-endian and nothing else is built.
         let [pin, ..] = self.u;
         KvmIrqRoutingIrqchip { irqchip: pin as u32, pin: (pin >> 32) as u32 }
     }
@@ -184,6 +187,7 @@ impl KvmIrqRoutingEntry {
 impl KvmIrqchip {
     /// The state in `chip` read as `T`, a [`KvmPicState`] or a [`KvmIoapicState`].
     pub fn read<T: FromBytes + Default>(&self) -> T {
+        // Never the default: the union is longer than each state. It spares a panic.
         T::read_from_prefix(self.chip.as_bytes()).map_or_else(|_| T::default(), |(state, _)| state)
     }
 

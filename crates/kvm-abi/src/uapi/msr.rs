@@ -58,7 +58,9 @@ pub const MSR_FILTER_READ: u32 = 1 << 0;
 /// [`KvmMsrFilterRange::flags`]: for writes.
 pub const MSR_FILTER_WRITE: u32 = 1 << 1;
 /// Bytes that the bitmap of one range may have.
+// 12,288 MSRs a range: what one VM can have the kernel keep is bounded.
 pub const MSR_FILTER_MAX_BITMAP_SIZE: usize = 0x600;
 
 /// Entries that one KVM_GET_MSRS or KVM_SET_MSRS may carry, plus one.
+// Bounds what is allocated for one command.
 pub const MAX_IO_MSRS: u32 = 256;

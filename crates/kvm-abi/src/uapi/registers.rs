@@ -76,6 +76,7 @@ uapi! {
         last_ip: u64,
         last_dp: u64,
         xmm: [[u8; 16]; 16],
+        // Never filled in, see convert::fpu().
         mxcsr: u32,
         pad2: u32,
     }
@@ -101,6 +102,7 @@ uapi! {
         nr_xcrs: u32,
         flags: u32,
         xcrs: [KvmXcr; MAX_XCRS],
+        // Room for components that never came; all of it is zeros.
         padding: [u64; 16],
     }
 

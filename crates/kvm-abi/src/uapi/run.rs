@@ -13,6 +13,7 @@ uapi! {
         request_interrupt_window: u8,
         immediate_exit: u8,
         padding1: [u8; 6],
+        // The word before is user space's to write, this one ours: no word has bytes of both.
         exit_reason: u32,
         ready_for_interrupt_injection: u8,
         if_flag: u8,
@@ -24,6 +25,8 @@ uapi! {
         kvm_valid_regs: u64,
         kvm_dirty_regs: u64,
         sync: KvmSyncRegs,
+        // Two KiB by the API, whatever is used of it: what is behind must not move when classes are
+        // added.
         sync_padding: [u8; 2048 - size_of::<KvmSyncRegs>()],
     }
 
@@ -39,6 +42,7 @@ uapi! {
 pub const KVM_IRQCHIP_BYTES: usize = 512;
 
 /// Where the port I/O data page lies in the mapping of a vCPU file, in pages.
+// Pages of the mapping of a vCPU, behind kvm_run.
 pub const PIO_PAGE_OFFSET: u64 = 1;
 /// Where the ring of coalesced MMIO lies there, in pages: the same page for all vCPUs of a VM.
 pub const COALESCED_MMIO_PAGE_OFFSET: u64 = 2;

@@ -55,11 +55,13 @@ uapi! {
         exception: KvmExceptionEvent,
         interrupt: KvmInterruptEvent,
         nmi: KvmNmiEvent,
+        // Taken and never given, as by stock KVM.
         sipi_vector: u32,
         flags: u32,
         smi: KvmSmiEvent,
         triple_fault_pending: u8,
         reserved: [u8; 26],
+        // Behind the reserved bytes, where it was added: older VMMs leave it 0.
         exception_has_payload: u8,
         exception_payload: u64,
     }
@@ -110,10 +112,12 @@ pub const NESTED_GUEST_MODE: u16 = 1;
 pub const NESTED_RUN_PENDING: u16 = 2;
 /// Bytes of the largest state, which KVM_CAP_NESTED_STATE tells: two pages of data in the format of VMX, one in that of SVM.
 pub const fn largest_nested_state(format: u16) -> u32 {
+    // Under VMX L1 may have a shadow VMCS besides.
     let pages = if format == NESTED_FORMAT_SVM { 1 } else { 2 };
     size_of::<KvmNestedState>() as u32 + pages * 4096
 }
 /// No VMXON region, no current vmcs12.
+// Not 0, which is an address of the guest's like any other.
 pub const NESTED_NO_ADDRESS: u64 = u64::MAX;
 
 // Those of x86 (KVM API §4.38).
