@@ -20,6 +20,7 @@ const fn bits(size: u8) -> u32 {
 
 #[inline]
 const fn top(value: u64, size: u8) -> bool {
+    // The mask bounds the shift for the compiler; no size reaches it.
     (value >> (bits(size).wrapping_sub(1) & 63)) & 1 != 0
 }
 
@@ -33,6 +34,7 @@ const fn flag(set: bool, bit: Rflags) -> Rflags {
 pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> Rflags {
     flag(top(result, size), Rflags::SF)
         .union(flag(result & size_mask(size) == 0, Rflags::ZF))
+        // Of the low byte alone, whatever the size (SDM vol. 1 §3.4.3.1).
         .union(flag((result as u8).count_ones() & 1 == 0, Rflags::PF))
 }
 
@@ -53,6 +55,8 @@ pub(crate) const fn add(size: u8, a: u64, b: u64, carry: bool) -> Flagged {
 #[inline]
 pub(crate) const fn sub(size: u8, a: u64, b: u64, borrow: bool) -> Flagged {
     let result = a.wrapping_sub(b).wrapping_sub(borrow as u64) & size_mask(size);
+    // The same for borrows: out of a bit that only `b` has, or that one of them forces and the
+    // result shows.
     let borrows = (!a & b) | ((!a | b) & result);
     let flags = flag(top(borrows, size), Rflags::CF)
         .union(flag(borrows & 8 != 0, Rflags::AF))
@@ -90,6 +94,7 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: Rflags) -> 
     if count == 0 {
         return (a, flags);
     }
+    // Twice as wide, so that what is shifted out is still there to be the carry.
     let wide = u128::from(a);
     match kind {
         Shift::Shl => {
@@ -109,12 +114,15 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: Rflags) -> 
             shifted_flags(size, result, carry, overflow, flags)
         }
         Shift::Sar => {
+            // The sign goes on for ever: a count above the width leaves nothing but it.
             let signed = i128::from(sign_extend(a, size) as i64);
             let result = signed.wrapping_shr(count) as u64 & size_mask(size);
             let carry = signed.wrapping_shr(count.wrapping_sub(1)) & 1 != 0;
             shifted_flags(size, result, carry, false, flags)
         }
         Shift::Rol => {
+            // By the width, while the flags change for every masked count but 0 (SDM vol. 2B,
+            // RCL/RCR/ROL/ROR).
             let by = count & width.wrapping_sub(1);
             let result = (wide.wrapping_shl(by) | wide.wrapping_shr(width.wrapping_sub(by))) as u64
                 & size_mask(size);
@@ -131,12 +139,14 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: Rflags) -> 
         Shift::Rcl | Shift::Rcr => {
             // The carry is the operand's bit `width`; rotate width + 1 bits.
             let ring = width.wrapping_add(1);
+            // Of 8 and 16 bits a count of 31 goes round more than once.
             let by = count.checked_rem(ring).unwrap_or(0);
             let left =
                 if matches!(kind, Shift::Rcl) || by == 0 { by } else { ring.wrapping_sub(by) };
             let with_carry = wide | u128::from(flags.contains(Rflags::CF)).wrapping_shl(width);
             let rotated =
                 with_carry.wrapping_shl(left) | with_carry.wrapping_shr(ring.wrapping_sub(left));
+            // Without a rotation both shifts above give the same bits shifted by the whole ring.
             let rotated = if left == 0 { with_carry } else { rotated };
             let result = rotated as u64 & size_mask(size);
             let carry = rotated.wrapping_shr(width) & 1 != 0;
@@ -156,6 +166,7 @@ fn shifted_flags(size: u8, result: u64, carry: bool, overflow: bool, old: Rflags
 }
 
 fn rotated_flags(result: u64, carry: bool, overflow: bool, old: Rflags) -> Flagged {
+    // Rotates leave SF, ZF, AF and PF as they were.
     let kept = old - (Rflags::CF | Rflags::OF);
     (result, kept | flag(carry, Rflags::CF) | flag(overflow, Rflags::OF))
 }
@@ -216,6 +227,8 @@ pub(crate) fn imul(size: u8, a: u64, b: u64) -> (u64, u64, Rflags) {
     let product = a.wrapping_mul(b);
     let low = product as u64 & size_mask(size);
     let high = product.wrapping_shr(bits(size)) as u64 & size_mask(size);
+    // By comparison: a high half of all zeros or ones does not tell alone, the low half's sign
+    // decides.
     let fits = i128::from(sign_extend(low, size) as i64) == product;
     (low, high, flag(!fits, Rflags::CF | Rflags::OF))
 }
@@ -236,8 +249,10 @@ pub(crate) fn idiv(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, 
     let mask = size_mask(size);
     let unused = 128u32.wrapping_sub(bits(size).wrapping_mul(2));
     let dividend = u128::from(high & mask).wrapping_shl(bits(size)) | u128::from(low & mask);
+    // To the top and back: the sign bit of the pair becomes that of the wide number.
     let dividend = (dividend.wrapping_shl(unused) as i128).wrapping_shr(unused);
     let divisor = i128::from(sign_extend(divisor, size) as i64);
+    // Checked for the overflow, too: the smallest number by -1 has no quotient.
     let quotient = dividend.checked_div(divisor)?;
     let remainder = dividend.checked_rem(divisor)?;
     // The quotient has to fit the size with its sign; -2^63 by -1 does not (#DE).
@@ -273,6 +288,7 @@ pub(crate) enum BitChange {
 
 /// The bit `offset` (modulo the width) of `a` as CF; the other flags stay as `flags` has them.
 pub(crate) const fn bit_test(size: u8, a: u64, offset: u64, flags: Rflags) -> Rflags {
+    // The part of the offset beyond the width has chosen the address already.
     let bit = 1u64 << (offset & (bits(size) as u64).wrapping_sub(1));
     flags.difference(Rflags::CF).union(flag(a & bit != 0, Rflags::CF))
 }
@@ -321,5 +337,6 @@ pub(crate) const fn condition(code: u8, flags: Rflags) -> bool {
         6 => sign_differs,
         _ => flags.contains(Rflags::ZF) || sign_differs,
     };
+    // Odd codes are the negations of the even ones before them.
     holds != (code & 1 != 0)
 }

@@ -42,6 +42,7 @@ impl<M: Machine> Run<'_, M> {
     /// DAA and DAS: two digits in AL.
     fn adjust_packed(&mut self, adjust: fn(u8, u8) -> u8) {
         let al = self.reg(AL) as u8;
+        // Both from the value before: the first correction must not decide about the second.
         let low = al & 0xf > 9 || self.flags.contains(Rflags::AF);
         let high = al > 0x99 || self.flags.contains(Rflags::CF);
         let by = if low { 6 } else { 0 } + if high { 0x60 } else { 0 };
@@ -80,6 +81,7 @@ impl<M: Machine> Run<'_, M> {
     fn join_digits(&mut self) {
         let [low, high] = (self.reg(AX) as u16).to_le_bytes();
         let al = low.wrapping_add(high.wrapping_mul(self.insn.immediate8()));
+        // AH becomes 0.
         self.set_reg(AX, al.into());
         self.set_al(al, Rflags::empty());
     }

@@ -80,6 +80,7 @@ impl Decoded {
         match cause {
             Cause::Any => true,
             Cause::Memory { write } => {
+                // By direction alone: which address it has is found when it is executed.
                 let accesses = accesses(insn);
                 if write { accesses.write } else { accesses.read }
             }
@@ -199,6 +200,7 @@ fn port_access(insn: &Instruction, dx: u16) -> Option<(u16, u8, bool)> {
     };
     let port = match insn.op_kind(port) {
         OpKind::Immediate8 => insn.immediate8().into(),
+        // DX is the guest's still: nothing has run since the exit.
         _ => dx,
     };
     Some((port, RegRef::of(register)?.size, input))
@@ -213,6 +215,7 @@ fn accesses(insn: &Instruction) -> Accesses {
             Kind::Lods | Kind::Outs | Kind::Cmps | Kind::Scas => Accesses::READ,
         };
     }
+    // Only the first operand of these can be written.
     let (first, second) = (insn.op0_kind() == OpKind::Memory, insn.op1_kind() == OpKind::Memory);
     // What is done to the first operand; the others are read.
     let with_first = |how| {
@@ -256,8 +259,10 @@ fn accesses(insn: &Instruction) -> Accesses {
         I::Xlatb => Accesses::READ,
         I::Smsw | I::Sgdt | I::Sidt | I::Sldt | I::Str => with_first(Accesses::WRITE),
         I::Lgdt | I::Lidt => with_first(Accesses::READ),
+        // The descriptor that is read and marked may be what faulted, beside the operand.
         I::Lldt | I::Ltr => Accesses::BOTH,
         I::Lea | I::In | I::Out | I::Clts | I::Invlpg => Accesses::NONE,
+        // The stack is an access of its own.
         I::Push => with_first(Accesses::READ).and(Accesses::WRITE),
         I::Pop if first => Accesses::BOTH,
         I::Pop if segment_of(insn.op0_register()).is_some() => Accesses::BOTH,

@@ -127,6 +127,7 @@ impl Address {
         Self {
             base: register(insn.memory_base()),
             index: register(insn.memory_index()),
+            // 1, 2, 4 or 8: as a shift it is computed faster than as a factor.
             scale: insn.memory_index_scale().trailing_zeros() as u8,
             segment,
             // Of the displacement only what reaches the low 12 bits is kept; it makes the cached
@@ -183,6 +184,7 @@ impl Decoded {
             n => at = at.wrapping_add(gpr(usize::from(n))),
         }
         if a.index != Address::NONE {
+            // The mask bounds the shift: no check is left in the compiled code.
             at = at.wrapping_add(gpr(usize::from(a.index)) << (a.scale & 3));
         }
         if let Some(segment) = a.segment {
@@ -195,6 +197,7 @@ impl Decoded {
 /// Builds the decoder's tables, which allocates (infallibly, inside iced-x86). To be called once
 /// when the module is loaded; after that nothing in this crate allocates.
 pub fn warm_up() {
+    // One mode does: the tables are shared by all.
     let _ = decode(&[0x90], CodeSize::Bits64);
 }
 
@@ -214,6 +217,8 @@ pub fn decode(bytes: &[u8], size: CodeSize) -> Result<Decoded, DecodeError> {
         CodeSize::Bits32 => 32,
         CodeSize::Bits64 => 64,
     };
+    // At address 0, see `Address`. No options: what only one vendor's older CPUs know stays
+    // unknown.
     let mut decoder = Decoder::new(bitness, bytes, DecoderOptions::NONE);
     let mut insn = Instruction::default();
     decoder.decode_out(&mut insn);
@@ -261,6 +266,7 @@ fn simple(insn: &Instruction) -> Option<SimpleMmio> {
             Some(SimpleMmio::Load { size, dest, extend })
         }
         (OpKind::Memory, OpKind::Register) => {
+            // Control, debug and vector registers are none of the general ones: not simple.
             let src = RegRef::of(insn.op1_register())?;
             // A store of a segment register has a source of another size, or none here.
             (src.size == size).then_some(SimpleMmio::StoreReg { size, src })
@@ -293,10 +299,12 @@ impl Fetched {
         if let (Some(low), Some(high)) = (bytes.first_chunk::<8>(), bytes.last_chunk::<8>())
             && bytes.len() == MAX_LENGTH
         {
+            // The two loads overlap in one byte, which is shifted out.
             let high = u64::from_le_bytes(*high) >> 8;
             let words = u128::from(u64::from_le_bytes(*low)) | u128::from(high) << 64;
             return Self::from_words(words, 15, size);
         }
+        // A short window lies at the end of a page: rare, so byte by byte.
         let mut words = 0;
         for byte in bytes.iter().rev() {
             words = words << 8 | u128::from(*byte);
@@ -388,6 +396,7 @@ impl DecodeCache {
     pub fn get(&mut self, bytes: Fetched) -> Result<Decoded, DecodeError> {
         match self.lookup(bytes) {
             Some(decoded) => Ok(*decoded),
+            // Out of line: the decoder is large, and the hit is what the inner loop pays for.
             None => self.fill(bytes),
         }
     }
@@ -399,6 +408,7 @@ impl DecodeCache {
             decode(all.get(..usize::from(bytes.tag() >> 4)).unwrap_or(&[]), bytes.size())?;
         let slot = bytes.slot();
         if let (Some(key), Some(entry)) = (self.keys.get_mut(slot), self.decoded.get_mut(slot)) {
+            // Both or neither: a key without its decoding would answer for another instruction.
             *key = bytes;
             *entry = Some(decoded);
         }

@@ -50,6 +50,7 @@ impl Load {
 
 /// A selector as an error code shows it.
 pub(crate) const fn error_code(selector: u16) -> u32 {
+    // The table indicator stays: the error code has it in the same place (SDM vol. 3A §6.13).
     (selector & !RPL) as u32
 }
 
@@ -97,6 +98,7 @@ impl<M: Machine> Run<'_, M> {
             return Ok(None);
         }
         let mut bytes = [0; 8];
+        // One read: what is checked is what is loaded, whatever another CPU stores there.
         self.read_system(base, offset.into(), &mut bytes)?;
         let raw = u64::from_le_bytes(bytes);
         // Where it was read is kept: the accessed bit goes there, and the guest may move its table
@@ -130,6 +132,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Sets bits of a descriptor's type in memory, if they are not set.
     pub(crate) fn mark(&mut self, found: &mut Found, set: u8, clear: u8) -> Result<(), Stop> {
+        // The byte as it was read: what is checked and what is marked are one value.
         let old = (found.raw >> 40) as u8;
         let new = (old | set) & !clear;
         // A descriptor that is accessed already is not written: it may lie in read-only memory.
@@ -142,6 +145,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Loads a data segment's register as MOV and POP do; CS is loaded by far transfers alone.
     pub(crate) fn load_segment(&mut self, segment: SegReg, selector: u16) -> Result<(), Stop> {
+        // MOV to CS is #UD, and POP CS does not exist (SDM vol. 2B, MOV).
         if segment == SegReg::Cs {
             return Err(Stop::Fault(Exception::ud()));
         }
@@ -150,6 +154,7 @@ impl<M: Machine> Run<'_, M> {
         } else {
             self.protected(segment, selector, Load::Instruction)?
         };
+        // Behind everything that can fault.
         self.m.set_segment(segment, value);
         // MOV SS and POP SS hold interrupts off for one instruction.
         self.interrupt_shadow = segment == SegReg::Ss;
@@ -180,6 +185,7 @@ impl<M: Machine> Run<'_, M> {
         let stack = segment == SegReg::Ss;
         if is_null(selector) {
             if !stack {
+                // Loaded without a fault; the first use of it is one (SDM vol. 3A §5.4.1).
                 return Ok(Segment { selector, ..Segment::default() });
             }
             // A null SS exists in 64-bit mode below level 3.
@@ -192,6 +198,8 @@ impl<M: Machine> Run<'_, M> {
         let mut found = self.descriptor(selector)?.ok_or(refused)?;
         let s = found.segment;
         let code = s.has(Segment::CODE);
+        // SS has to be writable and of exactly this level; a conforming code segment has no
+        // level as data (SDM vol. 3A §5.6, §5.7).
         let fits = s.has(Segment::S)
             && if stack {
                 !code && s.has(Segment::ACCESSIBLE_TYPE) && rpl(selector) == cpl && s.dpl() == cpl
@@ -247,6 +255,7 @@ impl<M: Machine> Run<'_, M> {
         if !found.segment.has(Segment::PRESENT) {
             return Err(Stop::Fault(Exception::np(error_code(selector))));
         }
+        // Behind the present bit: the manual's order, and the upper half may lie on another page.
         self.upper_base(&mut found, selector)?;
         if register == SegReg::Tr {
             // A TSS that is busy already was refused above: it would be a task that calls itself.
@@ -261,6 +270,7 @@ impl<M: Machine> Run<'_, M> {
         if self.real_or_v86() {
             return Err(Stop::Fault(Exception::ud()));
         }
+        // Before the destination is looked at: a program without the right learns nothing of it.
         self.umip()?;
         let to = self.place(0, Access::Store)?;
         let selector = self.m.segment(register).selector;
@@ -283,6 +293,7 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn load_table(&mut self, table: Table) -> Result<(), Stop> {
         self.privileged()?;
         let size: u8 = if self.long() { 10 } else { 6 };
+        // One address for both parts, so that the segment's limit is checked for all of them.
         let at = self.vector_place(size, Aligned::Any, Access::Load)?;
         let limit = self.read(at, 2, Access::Load)? as u16;
         let base = self.read(self.after(at, 2), size.wrapping_sub(2), Access::Load)?;
@@ -291,6 +302,7 @@ impl<M: Machine> Run<'_, M> {
             Code::Lgdt_m1632_16 | Code::Lidt_m1632_16 => base & 0xff_ffff,
             _ => base,
         };
+        // Outside of 64-bit mode the base has 32 bits, which are canonical.
         if self.long() && !self.canonical(base) {
             return Err(Stop::Fault(Exception::gp(0)));
         }
@@ -303,6 +315,7 @@ impl<M: Machine> Run<'_, M> {
         let Place::Mem { at, .. } = self.memory(size.wrapping_add(2), 0, 0, Access::Load)? else {
             return Err(Stop::Unsupported);
         };
+        // Ten bytes do not fit one access.
         if size == 8 {
             let offset = self.read(at, 8, Access::Load)?;
             return Ok((self.read(self.after(at, 8), 2, Access::Load)? as u16, offset));
@@ -357,6 +370,7 @@ impl<M: Machine> Run<'_, M> {
             OpKind::Immediate16 if self.insn.op_count() == 1 => self.insn.immediate16(),
             _ => 0,
         };
+        // Read, not popped: the stack pointer moves when nothing can fault any more.
         let offset = self.peek_at(0, size)?;
         let selector = self.peek_at(size.into(), size)? as u16;
         let cs = self.code_target(selector, offset, Some(rpl(selector)))?;
@@ -376,6 +390,7 @@ impl<M: Machine> Run<'_, M> {
     ) -> Result<Segment, Stop> {
         let beyond = Stop::Fault(Exception::gp(0));
         if self.real_or_v86() {
+            // Rights stay as they are; only the offset can be wrong.
             let cs = self.paragraphs(SegReg::Cs, selector);
             return if offset > cs.limit.into() { Err(beyond) } else { Ok(cs) };
         }
@@ -436,6 +451,8 @@ impl<M: Machine> Run<'_, M> {
         // Both addresses first, from the upper down: each may be beyond the segment.
         let upper_at = self.linear(SegReg::Ss, upper, size, Access::Store)?;
         let lower_at = self.linear(SegReg::Ss, lower, size, Access::Store)?;
+        // The lower one is probed and the upper one written next: its own fault comes before
+        // anything is stored.
         self.probe(lower_at, size.into())?;
         self.write(upper_at, size, first, Access::Store)?;
         self.write(lower_at, size, second, Access::Store)?;

@@ -23,6 +23,7 @@ impl<M: Machine> Run<'_, M> {
         let with = RegRef::of(self.insn.op1_register()).ok_or(Stop::Unsupported)?;
         let new = self.reg(with);
         // XCHG with memory locks without the prefix.
+        // Memory before the register: a fault leaves both.
         let old = self.modify(to, Lock::Always, |_| new)?;
         self.set_reg(with, old);
         Ok(())
@@ -57,6 +58,7 @@ impl<M: Machine> Run<'_, M> {
         let accumulator = RegRef { index: 0, size: to.size(), high8: false };
         let (expected, new) = (self.reg(accumulator), self.reg(with));
         let old = self.modify_if_equal(to, expected, new)?;
+        // All the flags of a CMP, not ZF alone (SDM vol. 2A, CMPXCHG).
         let flags = alu::sub(to.size(), expected, old, false).1;
         if !flags.contains(Rflags::ZF) {
             self.set_reg(accumulator, old);
@@ -83,6 +85,7 @@ impl<M: Machine> Run<'_, M> {
         self.probe(at, usize::from(size))?;
         for _ in 0..crate::operand::LOCK_TRIES {
             let old = self.read(at, size, Access::Modify)?;
+            // Before the lock is tried: an unequal one writes nothing here.
             if old != expected {
                 return Ok(old);
             }
@@ -116,8 +119,10 @@ impl<M: Machine> Run<'_, M> {
         let join = |high: u64, low: u64| {
             u128::from(high & mask).wrapping_shl(bits) | u128::from(low & mask)
         };
+        // Taken before the loop: the registers change only behind it.
         let expected = join(self.m.gpr(RDX), self.m.gpr(RAX));
         let new = join(self.m.gpr(RCX), self.m.gpr(RBX));
+        // It faults as a write whatever the comparison says, and before a device is read.
         self.probe(at, usize::from(size))?;
         let locked = self.insn.has_lock_prefix() && !crosses_page(at, usize::from(size));
         for _ in 0..crate::operand::LOCK_TRIES {
@@ -146,6 +151,7 @@ impl<M: Machine> Run<'_, M> {
                 }
             }
             if old == expected {
+                // The other flags stay: this one changes ZF alone.
                 self.set_flags(Rflags::ZF, Rflags::ZF);
             } else {
                 self.set_flags(Rflags::ZF, Rflags::empty());

@@ -95,6 +95,7 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, scope: Scope) -> Result<Completion
     let next_rip = if size == CodeSize::Bits64 { next } else { next & 0xffff_ffff };
     let interrupt_shadow = false;
     let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow, scope };
+    // Apart: they alone can be done in part.
     let outcome = if insn.insn.is_string_instruction() {
         run.string()?
     } else {
@@ -148,6 +149,7 @@ impl<M: Machine> Run<'_, M> {
             I::Xor => self.binary(Rflags::STATUS, |s, a, b, _| alu::logic(s, a ^ b)),
             I::Cmp => self.compare(|s, a, b| alu::sub(s, a, b, false)),
             I::Test => self.compare(|s, a, b| alu::logic(s, a & b)),
+            // INC and DEC leave the carry, for loops of multi-word arithmetic.
             I::Inc => self.unary(Rflags::STATUS - Rflags::CF, |s, a| alu::add(s, a, 1, false)),
             I::Dec => self.unary(Rflags::STATUS - Rflags::CF, |s, a| alu::sub(s, a, 1, false)),
             I::Neg => self.unary(Rflags::STATUS, |s, a| alu::sub(s, 0, a, false)),
@@ -288,6 +290,7 @@ impl<M: Machine> Run<'_, M> {
 
     fn lea(&mut self) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        // No segment and no check: an address is computed, and nothing is accessed.
         let offset = self.effective_offset(0, 0);
         self.set_reg(to, offset);
         Ok(())
@@ -326,6 +329,7 @@ impl<M: Machine> Run<'_, M> {
     fn compare(&mut self, operation: impl Fn(u8, u64, u64) -> alu::Flagged) -> Result<(), Stop> {
         let first = self.place(0, Access::Load)?;
         let a = self.load(first)?;
+        // The first operand is read before: a CMP whose both operands lie in memory there is not.
         let b = self.value(1)?;
         self.set_flags(Rflags::STATUS, operation(first.size(), a, b).1);
         Ok(())
@@ -348,6 +352,7 @@ impl<M: Machine> Run<'_, M> {
         let to = self.place(0, Access::Modify)?;
         let (size, flags) = (to.size(), self.flags);
         let a = self.modify(to, Lock::IfPrefixed, |a| alu::shift(kind, size, a, count, flags).0)?;
+        // From what was replaced, as in binary().
         self.flags = alu::shift(kind, size, a, count, flags).1;
         Ok(())
     }
@@ -482,7 +487,9 @@ impl<M: Machine> Run<'_, M> {
         }
         // The source is read and a 32-bit destination's upper half cleared in any case.
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        // A CMOV whose condition fails faults all the same (SDM vol. 2A, CMOVcc).
         let value = self.value(1)?;
+        // Written in any case: with 32-bit operands the upper half is cleared even so.
         let value = if holds { value } else { self.reg(to) };
         self.set_reg(to, value);
         Ok(())

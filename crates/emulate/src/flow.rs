@@ -205,6 +205,7 @@ impl<M: Machine> Run<'_, M> {
         };
         let Some((target, width)) = self.direct_target() else { return Err(Stop::Unsupported) };
         let counter = Self::counter(size);
+        // No flag changes: LOOP is not a DEC.
         let left = self.reg(counter).wrapping_sub(1) & size_mask(size);
         let zero = self.flags.contains(Rflags::ZF);
         let goes_on = match self.insn.mnemonic() {
@@ -225,6 +226,7 @@ impl<M: Machine> Run<'_, M> {
         if self.v86() {
             return Err(Stop::Unsupported);
         }
+        // By this instruction's flags: nothing has changed them yet.
         let allowed = self.flags.iopl();
         if self.real() || self.m.cpl() <= allowed {
             Ok(())
@@ -275,6 +277,7 @@ impl<M: Machine> Run<'_, M> {
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<(), Stop>,
     ) -> Result<(), Stop> {
+        // The pointer alone is put back: what was written below it is nobody's.
         let top = self.m.gpr(RSP);
         work(self).inspect_err(|_| self.m.set_gpr(RSP, top))
     }
@@ -283,6 +286,7 @@ impl<M: Machine> Run<'_, M> {
         // Taken before the first push: what is pushed of the stack pointer is its value before.
         let values: [u64; 8] = core::array::from_fn(|n| self.m.gpr(n));
         self.all_or_nothing(|run| {
+            // EAX first, EDI last (SDM vol. 2B, PUSHA).
             values.iter().try_for_each(|value| run.push(value & size_mask(size), size))
         })
     }
@@ -366,6 +370,7 @@ impl<M: Machine> Run<'_, M> {
             run.push(cs, 2)?;
             run.push(back & 0xffff, 2)
         })?;
+        // Base and selector alone: real mode looks at no descriptor.
         let target = self.paragraphs(SegReg::Cs, selector);
         self.m.set_segment(SegReg::Cs, target);
         // What the handler starts with; RF is for the instruction that was interrupted.
@@ -383,6 +388,7 @@ impl<M: Machine> Run<'_, M> {
         let offset = self.peek_at(0, size)?;
         let selector = self.peek_at(step, size)? as u16;
         let flags = self.peek_at(step.wrapping_mul(2), size)?;
+        // Before the stack pointer and the flags: it may be #GP for the offset.
         self.branch_to(selector, offset)?;
         self.pop_bytes(step.wrapping_mul(3));
         self.replace_flags(Rflags::from_bits_retain(flags), size);

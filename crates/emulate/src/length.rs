@@ -11,6 +11,7 @@ pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {
     {
         return Some(length);
     }
+    // Everything else by the decoder, which is slow and knows all; it is rare.
     decode(bytes, size).ok().map(|decoded| decoded.len())
 }
 
@@ -51,6 +52,7 @@ fn prefixed(mut code: u64, size: CodeSize) -> Option<u8> {
 /// The length from the opcode on. `operand`: there was an operand-size prefix.
 #[inline(always)]
 fn unprefixed(code: u64, rex: u8, operand: bool) -> Option<u8> {
+    // No bound to be checked: eight bytes are there, and three are looked at.
     let [byte, second, third, ..] = code.to_le_bytes();
     Some(match byte {
         // Two-byte opcodes.
@@ -101,6 +103,7 @@ pub fn common_system_move(code: u64, size: CodeSize) -> Option<SystemMove> {
     let rex = size == CodeSize::Bits64 && code & 0xf0 == 0x40;
     let (rex, code) = if rex { (code as u8, code >> 8) } else { (0, code) };
     let [first, opcode, modrm, ..] = code.to_le_bytes();
+    // 0F 20 to 0F 23 are the four moves; bit 0 says which registers, bit 1 which way.
     if first != 0x0f || opcode & 0xfc != 0x20 {
         return None;
     }

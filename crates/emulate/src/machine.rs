@@ -117,6 +117,7 @@ impl Segment {
 
     /// The segment with another privilege level.
     pub(crate) const fn with_dpl(mut self, dpl: u8) -> Self {
+        // Cut: a level beyond 3 would change its neighbours.
         self.attributes = (self.attributes & !(3 << 5)) | ((dpl as u16 & 3) << 5);
         self
     }
@@ -218,6 +219,7 @@ pub trait Machine {
         Err(Stop::Unsupported)
     }
     /// Writes CR0 for LMSW: `value` is all of CR0, privilege already checked.
+    // A body for those to whom LMSW is a write like any other.
     fn lmsw(&mut self, value: u64) -> Result<(), Stop> {
         self.write_cr(0, value)
     }

@@ -98,6 +98,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     pub(crate) fn canonical(&self, at: u64) -> bool {
+        // By the paging mode that is on, not by what CPUID offers.
         let width = if self.m.cr4().contains(Cr4::LA57) { 57 } else { 48 };
         let unused = 64 - width;
         ((at << unused) as i64 >> unused) as u64 == at
@@ -175,6 +176,7 @@ impl<M: Machine> Run<'_, M> {
             at = at.wrapping_add(self.address_register(index).wrapping_mul(scale));
         }
         // XLAT's index is AL: the base tells the address size.
+        // The registers tell it: the decoder has read the address-size prefix.
         let address_size = match RegRef::of(base).or_else(|| RegRef::of(index)) {
             Some(reg) => reg.size,
             None => match insn.memory_displ_size() {
@@ -198,6 +200,7 @@ impl<M: Machine> Run<'_, M> {
 
     pub(crate) fn operand_segment(&self) -> SegReg {
         let default = match self.insn.memory_base() {
+            // R12 and R13 are not among them: their default is DS.
             Register::BP | Register::EBP | Register::RBP => SegReg::Ss,
             Register::SP | Register::ESP | Register::RSP => SegReg::Ss,
             _ => SegReg::Ds,
@@ -295,6 +298,7 @@ impl<M: Machine> Run<'_, M> {
             return Ok(old);
         }
         for _ in 0..LOCK_TRIES {
+            // Read anew for each try: what another CPU has stored is what has to be changed.
             let old = self.read(at, size, Access::Modify)?;
             if self.exchange(at, size, old, change(old))? {
                 return Ok(old);
@@ -344,6 +348,8 @@ impl<M: Machine> Run<'_, M> {
         match into.split_at_mut_checked(first) {
             Some((low, high)) => {
                 self.m.read(Gva(at), low, how)?;
+                // In the order of the addresses, as the CPU has it: a fault shows the first page
+                // that fails.
                 if !high.is_empty() {
                     self.m.read(Gva(self.after(at, first)), high, how)?;
                 }
@@ -377,6 +383,7 @@ impl<M: Machine> Run<'_, M> {
                     self.m.write(high_at, high, how)
                 }
             }
+            // One page: its own write faults before it stores anything.
             _ => self.m.write(Gva(at), data, how),
         }
     }
@@ -414,6 +421,7 @@ pub(crate) const fn crosses_page(at: u64, len: usize) -> bool {
 }
 
 fn within_limit(segment: &Segment, offset: u64, last: u64) -> bool {
+    // Of 32 bits and a few more: it cannot wrap in 64.
     let end = offset.wrapping_add(last);
     let limit = u64::from(segment.limit);
     // Such a segment begins behind its limit; its end depends on B (SDM vol. 3A §3.4.5).

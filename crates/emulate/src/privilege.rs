@@ -33,6 +33,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// #GP(0) but at privilege level 0.
     pub(crate) fn privileged(&self) -> Result<(), Stop> {
+        // CPL in real mode is 0, so that it passes.
         if self.m.cpl() == 0 { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
     }
 
@@ -66,6 +67,7 @@ impl<M: Machine> Run<'_, M> {
         }
         self.read_system(tss.base, first.into(), &mut two)?;
         let bits = u32::from(u16::from_le_bytes(two)) >> (port & 7);
+        // One bit for each byte: all of them have to be clear.
         let ports = 1u32.wrapping_shl(size.into()).wrapping_sub(1);
         Ok(bits & ports == 0)
     }

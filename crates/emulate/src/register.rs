@@ -34,6 +34,8 @@ impl RegRef {
     #[inline]
     pub const fn extract(self, whole: u64) -> u64 {
         match (self.size, self.high8) {
+            // AH to BH are named by encodings that with a REX prefix name SPL to DIL: the decoder
+            // has told them apart.
             (1, true) => (whole >> 8) & 0xff,
             (1, false) => whole & 0xff,
             (2, _) => whole & 0xffff,
@@ -50,6 +52,7 @@ impl RegRef {
             (1, true) => (whole & !0xff00) | ((value & 0xff) << 8),
             (1, false) => (whole & !0xff) | (value & 0xff),
             (2, _) => (whole & !0xffff) | (value & 0xffff),
+            // Not by the mode: outside of 64-bit mode nobody sees the upper half.
             (4, _) => value & 0xffff_ffff,
             _ => value,
         }

@@ -96,6 +96,7 @@ impl<M: Machine> Run<'_, M> {
         if let Some(segment) = segment_of(register) {
             // POP SS moves the stack pointer of the old stack's size.
             let top = self.m.gpr(RSP).wrapping_add(size.into());
+            // Taken before the load, which may give SS another size.
             let pointer = RegRef { index: RSP as u8, size: self.stack_size(), high8: false };
             self.load_segment(segment, value as u16)?;
             self.set_reg(pointer, top);
@@ -111,6 +112,7 @@ impl<M: Machine> Run<'_, M> {
     /// ENTER: SDM vol. 2A. Up to 31 frame pointers are copied; registers change at the end.
     pub(crate) fn enter(&mut self) -> Result<(), Stop> {
         let size = self.stack_operand_size()?;
+        // The level is taken modulo 32 (SDM vol. 2A, ENTER).
         let (allocated, level) = (self.insn.immediate16(), self.insn.immediate8_2nd() & 31);
         let mask = size_mask(self.stack_size());
         let step = u64::from(size);
@@ -135,6 +137,7 @@ impl<M: Machine> Run<'_, M> {
         // The program could not write below the new stack pointer: known now, not at the next push.
         let at = self.linear(SegReg::Ss, top, size, Access::Store)?;
         self.probe(at, size.into())?;
+        // All stores are made: a replay after user space's answer finds the registers as they were.
         self.set_reg(frame, new_frame);
         self.set_stack_pointer(top);
         Ok(())
@@ -151,6 +154,7 @@ impl<M: Machine> Run<'_, M> {
         let offset = self.m.gpr(RBP) & size_mask(self.stack_size());
         let at = self.linear(SegReg::Ss, offset, size, Access::Load)?;
         let frame = self.read(at, size, Access::Load)?;
+        // Behind the read of the old frame: a fault leaves both registers.
         self.set_stack_pointer(offset.wrapping_add(size.into()));
         self.set_reg(RegRef { index: RBP as u8, size, high8: false }, frame);
         Ok(())
@@ -189,6 +193,7 @@ impl<M: Machine> Run<'_, M> {
         }
         let back = self.next_rip;
         let (target, size) = self.near_target()?;
+        // Checked before the push, as in flow: a target out of reach leaves the stack.
         self.branch(target, size)?;
         self.push(back, size)
     }

@@ -97,6 +97,7 @@ enum Pace {
 impl<M: Machine> Run<'_, M> {
     pub(crate) fn string(&mut self) -> Result<Outcome, Stop> {
         let (kind, size) = kind_and_size(self.insn.code()).ok_or(Stop::Unsupported)?;
+        // Once: prefixes and DF hold for all iterations.
         let element = Element {
             kind,
             size,
@@ -179,6 +180,8 @@ impl<M: Machine> Run<'_, M> {
             Kind::Movs => {
                 let from = self.string_place(e, RSI, Access::Load)?;
                 let to = self.string_place(e, RDI, Access::Store)?;
+                // Both addresses are checked before: a destination beyond its segment must not cost
+                // a device its data.
                 let value = self.read(from, e.size, Access::Load)?;
                 self.write(to, e.size, value, Access::Store)?;
                 self.string_advance(e, RSI, 1);
@@ -256,6 +259,7 @@ impl<M: Machine> Run<'_, M> {
         // One at a time under a step, but for those that are there already.
         let alone = pace == Pace::Single && !self.m.has_port_items();
         let elements = if alone { 1 } else { self.run_length(e, &access, to, count)? };
+        // At most STRING_RUN_BYTES, by run_length().
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
         // Memory that cannot be written must not cost the device its data.
         self.probe(to, len)?;
@@ -263,12 +267,14 @@ impl<M: Machine> Run<'_, M> {
         let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
         self.m.port_in(&access, bytes)?;
         self.write_bytes(to, bytes, Access::Store)?;
+        // Behind the store: a fault in it leaves RDI at the element that is to be done again.
         self.string_advance(e, RDI, elements);
         Ok(elements)
     }
 
     fn outs(&mut self, e: Element) -> Result<(), Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
+        // The right to the port first, as with INS.
         let access = self.check_port(port, e.size)?;
         let from = self.string_place(e, RSI, Access::Load)?;
         let value = self.read(from, e.size, Access::Load)?.to_le_bytes();

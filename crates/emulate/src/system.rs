@@ -83,6 +83,7 @@ impl<M: Machine> Run<'_, M> {
         let cr0 = self.m.cr0();
         // LMSW cannot leave protected mode.
         let new = (cr0 - LMSW) | value | (cr0 & Cr0::PE);
+        // By a way of its own: an SVM hypervisor may ask for LMSW apart from MOV.
         self.m.lmsw(new.bits())
     }
 
@@ -98,6 +99,7 @@ impl<M: Machine> Run<'_, M> {
         let to = xmm_of(self.insn.op0_register());
         let from = xmm_of(self.insn.op1_register());
         let cr0 = self.m.cr0();
+        // First: the mnemonics are shared, and the checks differ.
         if let Some(done) = self.mmx_move(size)? {
             return Ok(done);
         }
@@ -157,6 +159,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     fn vector_usable(&self, cr0: Cr0) -> Result<(), Stop> {
+        // In the manual's order: #UD goes before #NM.
         if cr0.contains(Cr0::EM) || !self.m.cr4().contains(Cr4::OSFXSR) {
             return Err(Stop::Fault(Exception::ud()));
         }

@@ -169,9 +169,12 @@ impl<M: Machine> Run<'_, M> {
         if !s.has(Segment::PRESENT) {
             return Err(Stop::Fault(Exception::np(code)));
         }
+        // The limit is that of the last byte.
         if s.limit < layout.len.wrapping_sub(1) {
             return Err(Stop::Fault(Exception::ts(code)));
         }
+        // The old task's TSS by the register's hidden part: its descriptor in memory may have
+        // changed.
         let old = self.m.segment(SegReg::Tr);
         let old_code = error_code(old.selector) | outside;
         let old_refused = Stop::Fault(Exception::ts(old_code));
@@ -186,6 +189,7 @@ impl<M: Machine> Run<'_, M> {
         // Read whole now: from here on the new task's values are ours, whatever another CPU stores
         // there.
         self.read_system(s.base, 0, image.get_mut(..len).unwrap_or(&mut []))?;
+        // Two pages at most, so that the first and the last byte stand for all.
         self.probe_system(old.base, old_layout.len)?;
         if switch.source.nests() {
             self.probe_system(s.base, 2)?;
@@ -208,6 +212,7 @@ impl<M: Machine> Run<'_, M> {
         }
         self.save_task(switch, &old, old_layout)?;
         if switch.source.nests() {
+            // The back link, by which IRET returns.
             self.write_system(s.base, 0, &old.selector.to_le_bytes())?;
         }
         if switch.source != Source::Iret {
@@ -231,6 +236,8 @@ impl<M: Machine> Run<'_, M> {
             }
             Err(Stop::Fault(mut fault)) => {
                 if matches!(fault.vector.0, 10..=13) {
+                    // Faults of segments have an EXT bit; a page fault's error code has another
+                    // meaning there.
                     fault.error_code = fault.error_code.map(|code| code | outside);
                 }
                 Some(fault)
@@ -286,6 +293,7 @@ impl<M: Machine> Run<'_, M> {
             if n < layout.segment_count() { layout.get(image, layout.segment(n)) as u16 } else { 0 }
         });
         let [es, cs, ss, ds, fs, gs] = selectors;
+        // Of the new task's flags, which are in place by now.
         let v86 = self.flags.contains(Rflags::VM);
         let cpl = if v86 { 3 } else { rpl(cs) };
         for n in 0..8usize {
@@ -336,6 +344,7 @@ impl<M: Machine> Run<'_, M> {
             }
         }
         match switch.error_code {
+            // Last: onto the new task's stack, whose segment is loaded now.
             Some(code) => self.push(code.into(), layout.step as u8),
             None => Ok(()),
         }

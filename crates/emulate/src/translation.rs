@@ -85,6 +85,7 @@ pub fn invlpg(bytes: &[u8], size: CodeSize) -> Option<Invlpg> {
         rex @ 0x40..=0x4f => (rex, 1),
         _ => (0, 0),
     };
+    // A missing byte is no INVLPG: the caller then decodes with all that there is.
     let modrm = byte(at + 2)?;
     let (mode, register) = (modrm >> 6, modrm & 7);
     if (byte(at)?, byte(at + 1)?) != (0x0f, 0x01) || modrm >> 3 & 7 != 7 || mode == 3 {

@@ -35,6 +35,7 @@ impl<M: Machine> Run<'_, M> {
                 }
             }
             _ => {
+                // The destination before the unit is asked: a segment fault needs no state.
                 let to = self.place(0, Access::Store)?;
                 let [control, status] = self.m.x87_words()?;
                 let word = if mnemonic == Mnemonic::Fnstcw { control } else { status };
