@@ -50,11 +50,15 @@ impl ControlBlock {
     pub fn new() -> Result<Self, NoMemory> {
         Ok(Self {
             page: Page::zeroed()?,
+            // A CPU may still hold what an older block at this address had.
             stale: Clean::ALL,
+            // No CPU has this number: the first entry counts as a move.
             last_cpu: usize::MAX,
             here: None,
             asid_generation: 0,
             flush: true,
+            // Closed until somebody opens it: a forgotten MSR exits, and does not reach the
+            // hardware.
             msr_map: MsrMap::all()?,
         })
     }
@@ -129,6 +133,7 @@ impl ControlBlock {
     /// know that CPU.
     #[inline]
     pub(crate) fn arrive(&mut self, at: usize) -> Option<&'static PerCpu> {
+        // The look-up is spared on the way that nearly all entries take.
         let here = if self.last_cpu == at { self.here } else { percpu::of(at) }?;
         // The CPU may have a copy of the block from when it was here last, and translations under an ASID that was
         // given away since (APM vol. 2 §15.15, §15.16).
@@ -149,6 +154,7 @@ impl ControlBlock {
     #[inline]
     pub(crate) fn enter<C: Cpu>(&mut self, cpu: &mut C, gprs: &mut Gprs, spec: SpecCtrl) {
         let pa = self.hpa();
+        // Said anew at each entry: the field is not the CPU's to keep.
         let clean = Clean::ALL.difference(self.stale).bits();
         // Before the entry: what a handler changes behind it is marked for the next one.
         self.stale = Clean::empty();
@@ -180,6 +186,7 @@ impl ControlBlock {
         let control = &mut self.unmarked().control;
         // Taken back in any case: the next entry is not to flush again.
         let command = core::mem::take(&mut control.tlb_ctl);
+        // By 32 bits: emulators write VMEXIT_INVALID with no more.
         if control.exit_code as u32 != ExitCode::Invalid.0 as u32 {
             return;
         }
@@ -198,9 +205,12 @@ impl ControlBlock {
     /// the CPU can flush one, else with another ASID.
     fn forget_translations(&mut self, features: &Features) {
         let Some(here) = self.here else { return };
+        // Before the entry: a flush that is asked for behind it is the next one's.
         self.flush = false;
         // A number of this generation is nobody else's. With an older one nothing is left to be flushed by it.
         if features.flush_by_asid && self.asid_generation == here.generation() {
+            // No clean bit is about the command: the CPU reads it at each VMRUN (APM vol. 2
+            // §15.15.3).
             self.unmarked().control.tlb_ctl = FLUSH_ASID;
             return;
         }
@@ -209,6 +219,7 @@ impl ControlBlock {
         self.asid_generation = generation;
         let control = &mut self.vmcb_mut(Clean::ASID).control;
         control.asid = asid;
+        // All, for the numbers from 1 on were other guests' before.
         control.tlb_ctl = if all { FLUSH_ALL } else { 0 };
     }
 }

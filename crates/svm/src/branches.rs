@@ -52,6 +52,7 @@ impl<C: Cpu> Svm<C> {
             Some(state) if self.level == Level::L2 => &state.other,
             _ => &self.block,
         };
+        // While recording is on they lie in the block that runs; see the module's head.
         let block = if records(&self.vmcb().control) { &self.block } else { l1 };
         let save = &block.vmcb().save;
         match index {
@@ -87,6 +88,7 @@ impl<C: Cpu> Svm<C> {
         let (was, own) = (records(&self.vmcb().control), self.l2_has_records());
         // L2's own records are kept as long as its block asks for them, whatever DEBUGCTL says.
         let on = value & debugctl::LBR != 0 || (self.level == Level::L2 && own);
+        // Nothing moves: the records stay where they are.
         if on == was {
             return;
         }
@@ -95,6 +97,7 @@ impl<C: Cpu> Svm<C> {
             let (of_l2, of_l1) = (&mut self.block, &mut state.other);
             let (from, to) = if on { (of_l1, of_l2) } else { (of_l2, of_l1) };
             merge::copy_branch_records(&mut to.vmcb_mut(Clean::LBR).save, &from.vmcb().save);
+            // The copy has brought the other level's DEBUGCTL along.
             self.block.vmcb_mut(Clean::LBR).save.dbgctl = dbgctl;
         }
         set_records(&mut self.vmcb_mut(Clean::LBR).control, on);
@@ -111,6 +114,7 @@ impl<C: Cpu> Svm<C> {
         }
         let on = records(&from.control);
         let same = on == records(&to.vmcb().control) && from.save.dbgctl == to.vmcb().save.dbgctl;
+        // The usual case: nobody records, and no block is marked.
         if !on && same {
             return;
         }

@@ -14,6 +14,7 @@ impl<C: Cpu> Svm<C> {
     fn renew_tsc(&mut self) {
         // L2's ratio scales L1's TSC as a whole, with what was added to it.
         self.cold.tsc.offset = scale_offset(self.tsc_offset, self.cold.tsc.ratio_of_l2);
+        // Kept as one word, since each change of level asks for it.
         self.carries = self.features.lbr || self.cold.tsc.ratio_of_l2 != TSC_RATIO_ONE;
         self.follow_tsc_offset();
         self.change_ratio(self.level);
@@ -25,6 +26,7 @@ impl<C: Cpu> Svm<C> {
             Level::L2 if self.cold.tsc.ratio_of_l2 != TSC_RATIO_ONE => {
                 compose_ratios(self.tsc_ratio, self.cold.tsc.ratio_of_l2)
             }
+            // The composition is spared where L2's ratio is one.
             _ => self.tsc_ratio,
         }
     }
@@ -32,6 +34,7 @@ impl<C: Cpu> Svm<C> {
     /// A level runs from now on.
     pub(crate) fn change_ratio(&mut self, level: Level) {
         let ratio = self.ratio_of(level);
+        // A write of an MSR is what is spared here.
         if ratio != self.cold.tsc.ratio_here {
             self.cold.tsc.ratio_here = ratio;
             self.scales = ratio != TSC_RATIO_ONE;
@@ -54,6 +57,7 @@ impl<C: Cpu> Svm<C> {
     /// L2's TSC, to which L1's block adds this.
     pub(crate) fn tsc_below(&self, host: u64, offset: u64) -> u64 {
         scale_tsc(host, self.ratio_of(Level::L2))
+            // Offsets wrap: a guest's TSC may begin at 0 however far the host's has come.
             .wrapping_add(self.cold.tsc.offset)
             .wrapping_add(offset)
     }

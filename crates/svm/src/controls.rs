@@ -23,6 +23,7 @@ use crate::{msrs::LIVE, percpu, state::Svm};
 impl<C: Cpu> Svm<C> {
     pub(crate) fn init_control(&mut self) {
         let (msrpm, iopm) = (self.block.msr_map.hpa().0, percpu::io_map().0);
+        // VMLOAD and VMSAVE exchange these: an access needs no exit to be kept from the host.
         for msr in LIVE {
             self.block.msr_map.intercept(msr, Directions::empty());
         }
@@ -44,12 +45,14 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::NMI
             | Intercept3::SMI
             | Intercept3::INIT
+            // The counters are the host's.
             | Intercept3::RDPMC
             | Intercept3::CPUID
             | Intercept3::RSM
             // INVD drops what the cache alone has, the host's memory too.
             | Intercept3::INVD
             | Intercept3::HLT
+            // It names an ASID, which the guest must not choose.
             | Intercept3::INVLPGA
             | Intercept3::IOIO
             | Intercept3::MSR
@@ -67,8 +70,10 @@ impl<C: Cpu> Svm<C> {
         // VMRUN is refused if its own intercept is clear (APM vol. 2 §15.5.1).
         control.intercepts[4] = (Intercept4::VMRUN
             | Intercept4::VMMCALL
+            // Their operand is a host-physical address for the CPU.
             | Intercept4::VMLOAD
             | Intercept4::VMSAVE
+            // GIF is the host's: with it the guest could hold off its interrupts and NMIs.
             | Intercept4::STGI
             | Intercept4::CLGI
             | Intercept4::SKINIT
@@ -77,6 +82,7 @@ impl<C: Cpu> Svm<C> {
             | Intercept4::WBINVD
             | Intercept4::MONITOR
             | Intercept4::MWAIT
+            // XCR0 is live in the CPU while the guest runs, and has to be known.
             | Intercept4::XSETBV
             // It tells of the host's counters.
             | Intercept4::RDPRU)
@@ -90,6 +96,7 @@ impl<C: Cpu> Svm<C> {
             .bits();
         self.vmcb_mut(Clean::ALL).save.g_pat = msr::PAT_RESET;
         self.intercept_debug_regs();
+        // Last: a reset changes intercepts that have to be there.
         self.reset(Reset::PowerUp);
     }
 
@@ -147,6 +154,8 @@ impl<C: Cpu> Svm<C> {
     /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
     /// write that sets the bit must be seen.
     pub(crate) fn update_cr4_intercept(&mut self) {
+        // Without an exit the CPU checks reserved bits by what it knows itself, and not by the
+        // guest's CPUID.
         let all = self.cold.limits.cr4_allowed.contains(self.features.cr4_known);
         let xcr0_live = !self.cold.limits.xsave
             || Cr4::from_bits_retain(self.vmcb().save.cr4).contains(Cr4::OSXSAVE);
@@ -159,6 +168,8 @@ impl<C: Cpu> Svm<C> {
     }
 
     pub(crate) fn update_passthrough(&mut self) {
+        // Only where the CPU keeps the guest's value apart: else each exit would have to read what
+        // the guest has set.
         let spec = self.features.v_spec_ctrl && self.cold.limits.spec_ctrl;
         let limits = self.cold.limits;
         let (reads, writes) = (Directions::READS, Directions::WRITES);
@@ -187,6 +198,7 @@ impl<C: Cpu> Svm<C> {
 impl<C: Cpu> Permissions for Svm<C> {
     fn set_limits(&mut self, limits: GuestLimits) {
         self.cold.limits = limits;
+        // First: what L1 is offered decides what the others below give to it.
         self.follow_offered();
         self.update_passthrough();
         self.update_cr4_intercept();
@@ -210,6 +222,7 @@ impl<C: Cpu> Permissions for Svm<C> {
         let when = |given_up, bits: u32| if given_up { bits } else { 0 };
         let mwait = Intercept4::MONITOR | Intercept4::MWAIT;
         self.change_intercepts(|[.., third, fourth, _]| {
+            // Cleared and never set again: what a VMM has given up stays so (KVM API §7.13).
             *third &= !(when(exits.hlt, Intercept3::HLT.bits())
                 | when(exits.pause, Intercept3::PAUSE.bits()));
             *fourth &= !when(exits.mwait, mwait.bits());

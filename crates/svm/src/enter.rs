@@ -60,6 +60,8 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         if self.debug.owned() {
             self.load_debug_regs();
         }
+        // The CPU's own value is kept per CPU: the kernel writes it once, so that no RDMSR is
+        // needed here.
         self.tsc_aux.enter(here.tsc_aux.load(Relaxed));
         self.sync_tsc_aux();
         // Most guests run at the host's rate, and the MSR stays as it is.
@@ -76,6 +78,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
             here.saved_for.store(self.run, Relaxed);
             self.save_host(here);
         }
+        // Behind the host's VMSAVE: from here on these registers are the guest's.
         self.cpu.vmload(self.block.hpa());
         // With GIF clear no interrupt is taken here; IF lets one end the guest's run.
         self.cpu.sti();
@@ -109,11 +112,13 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         if self.scales {
             self.cpu.wrmsr(msr::TSC_RATIO, TSC_RATIO_ONE);
         }
+        // Behind VMSAVE: what changes now goes to the block, and the next load takes it from there.
         self.loaded = false;
         self.tsc_aux.leave(&mut self.cpu, here.tsc_aux.load(Relaxed));
         if self.features.xsave {
             self.extended.unload(&mut self.cpu);
         }
+        // Before the host's are loaded over them.
         if self.debug.owned() {
             self.save_debug_regs();
         }
@@ -177,6 +182,7 @@ impl<C: Cpu> Turn for Svm<C> {
                 let exit = exits::page_fault(&answer.backend().vmcb().control);
                 answer.frequent(section, exit)
             }
+            // Control registers have the lowest codes: one comparison for all of them.
             _ if code.0 <= exits::LAST_OF_CR || code == ExitCode::Cr0SelWrite => {
                 let exit = exits::cr_access(answer.backend());
                 answer.frequent(section, exit)
@@ -190,6 +196,7 @@ impl<C: Cpu> Turn for Svm<C> {
 
     #[inline]
     fn next_rip(&self) -> Option<u64> {
+        // Without it the instruction's length is found by its bytes.
         self.features.nrip_save.then_some(self.vmcb().control.next_rip)
     }
 

@@ -53,10 +53,12 @@ pub(crate) fn io(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::Io(IoExit {
         port: (info >> ioio::PORT_SHIFT) as u16,
+        // One bit of three is set, and its value is the number of bytes.
         size: ((info >> ioio::SIZE_SHIFT) & 7) as u8,
         input: info & ioio::IN != 0,
         string: info & ioio::STRING != 0,
         rep: info & ioio::REP != 0,
+        // Told for I/O by every CPU, with NRIP save or not (APM vol. 2 §15.10.2).
         next_rip: control.exit_info_2,
     })
 }
@@ -92,6 +94,7 @@ fn rare(control: &Control, code: ExitCode, features: &Features) -> Exit {
         ExitCode::Wbinvd | ExitCode::Invd => Exit::CacheFlush,
         ExitCode::Xsetbv => Exit::Xsetbv,
         ExitCode::Nmi => Exit::Nmi,
+        // Both are the host's: it takes them as soon as GIF is set.
         ExitCode::Smi | ExitCode::Init => Exit::HostSignal,
         ExitCode::Iret => Exit::Iret,
         ExitCode::Rsm => Exit::Rsm,
@@ -111,6 +114,8 @@ fn rare(control: &Control, code: ExitCode, features: &Features) -> Exit {
         | ExitCode::Clgi
         | ExitCode::Skinit
         | ExitCode::Invlpga => Exit::Virtualization,
+        // Instructions that exit only where the guest's CPUID lacks them, or that no guest is
+        // offered.
         ExitCode::Rdtscp
         | ExitCode::Rdpru
         | ExitCode::Invlpgb

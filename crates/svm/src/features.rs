@@ -86,6 +86,7 @@ impl Features {
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
         host_cr4: Cr4,
     ) -> Result<Self, Unusable> {
+        // Beyond the last leaf an answer means nothing, and could look like features.
         let max = cpuid(0x8000_0000, 0)[0];
         let amd = cpuid(0x8000_0001, 0);
         if max < 0x8000_000a || amd[2] & (1 << 2) == 0 {
@@ -121,6 +122,7 @@ impl Features {
             // IBRS, STIBP or SSBD on AMD; the Intel-style bit as some hypervisors report it.
             spec_ctrl: ext8[1] & ((1 << 14) | (1 << 15) | (1 << 24)) != 0
                 || seven[3] & (1 << 26) != 0,
+            // By CR4 and not by CPUID: a kernel that does not use XSAVE keeps no components.
             xsave: host_cr4.contains(Cr4::OSXSAVE),
             xsaves,
             pku: host_cr4.contains(Cr4::PKE),

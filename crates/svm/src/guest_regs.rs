@@ -45,6 +45,7 @@ impl GuestRegs {
     /// CR0 for the hardware.
     pub(crate) fn cr0_hardware(&self) -> Cr0 {
         // WP always: a supervisor's write to a page that shadow tables protect has to fault.
+        // Caching stays on: CD in the hardware would have the guest run uncached.
         (self.cr0 - Cr0::CD_NW) | Cr0::PG | Cr0::WP
     }
 
@@ -55,9 +56,11 @@ impl GuestRegs {
         if !self.pages() {
             off |= Cr4::SMEP | Cr4::SMAP;
         }
+        // Five levels exist in long mode alone: PAE tables have three.
         if !self.is_long() {
             off |= Cr4::LA57;
         }
+        // Shadow entries have eight bytes in every mode.
         (self.cr4 - off) | Cr4::PAE
     }
 

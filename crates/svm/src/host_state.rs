@@ -63,6 +63,7 @@ impl HostRegisters {
                 self.user_gs_base.store(value, Relaxed);
             }
         }
+        // FS and GS by selector, too: a process of 32 bits has its base in a descriptor.
         let Selectors { fs, gs, ldt } = cpu.selectors();
         self.fs.store(fs, Relaxed);
         self.gs.store(gs, Relaxed);
@@ -75,6 +76,7 @@ impl HostRegisters {
     #[inline(never)]
     pub(crate) fn restore_kernel<C: Cpu>(&self, cpu: &mut C) {
         cpu.wrmsr(GS_BASE, self.gs_base.load(Relaxed));
+        // TR by its descriptor: only the kernel's own TSS is ever in it.
         cpu.load_task_register();
     }
 

@@ -16,6 +16,7 @@ use crate::state::{Step, Svm, Virq};
 pub fn encode(event: Event) -> u64 {
     match event {
         Event::Interrupt(v) => event::VALID | event::INTR | u64::from(v.0),
+        // The vector means nothing for an NMI.
         Event::Nmi => event::VALID | event::NMI | 2,
         Event::Software(v) => event::VALID | event::SOFT | u64::from(v.0),
         Event::Exception(e) => {
@@ -127,6 +128,7 @@ impl<C: Cpu> Injection for Svm<C> {
     type ServedApic = Absent;
 
     fn inject(&mut self, event: Event) {
+        // With the injection, as the CPU does it when it delivers one.
         if event == Event::Nmi {
             self.set_nmi_masked(true);
         }
@@ -142,6 +144,7 @@ impl<C: Cpu> Injection for Svm<C> {
         {
             self.after_debug_exception(bits);
         }
+        // Of the moment of the injection: what repeats it is known by the same place.
         let rip = self.vmcb().save.rip;
         // The first injection of a restored one tells at which RIP it is.
         if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.by_instruction.as_mut()) {
@@ -163,6 +166,7 @@ impl<C: Cpu> Injection for Svm<C> {
     fn cancel_injection(&mut self) -> Option<Event> {
         let control = &mut self.vmcb_mut(Clean::empty()).control;
         let event = decode(control.event_inj);
+        // Taken out, so that the next entry does not inject it twice.
         control.event_inj = 0;
         event
     }
@@ -228,6 +232,7 @@ impl<C: Cpu> Injection for Svm<C> {
             let (tf, rf) = (rflags.contains(Rflags::TF), rflags.contains(Rflags::RF));
             let bs = self.vmcb().save.dr6 & Dr6::BS != 0;
             self.cold.nmi.step = Step::Armed { tf, rf, bs };
+            // RF with it: else an instruction breakpoint at RIP would fire in place of the step.
             self.set_rflags(rflags | Rflags::TF | Rflags::RF);
         }
         NmiWindow::Step
@@ -277,6 +282,7 @@ impl<C: Cpu> Injection for Svm<C> {
     /// The guest begins an IRET while an NMI is handled: the mask falls after it.
     fn iret_begun(&mut self) {
         self.cold.nmi.iret_at = Some(self.vmcb().save.rip);
+        // Else the same IRET would exit again, and for ever.
         self.intercept_iret(false);
     }
 

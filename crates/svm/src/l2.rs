@@ -74,6 +74,8 @@ impl State {
         // Zeros would be the block at address 0.
         v12.forget();
         KBox::new(Self {
+            // A block with pages and an ASID of its own: L2's translations must not be taken for
+            // L1's.
             other: ControlBlock::new()?,
             v12,
             by_instruction: None,

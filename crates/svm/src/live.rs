@@ -20,6 +20,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn save_debug_regs(&mut self) {
         let dr7 = Dr7::new(self.vmcb().save.dr7);
         self.debug.save(&mut self.cpu, dr7);
+        // What is saved is no more in the CPU: the guest's next access has to exit.
         self.intercept_debug_regs();
     }
 
@@ -56,6 +57,7 @@ impl<C: Cpu> Svm<C> {
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
+        // Outside of the loop the CPU has the host's.
         if self.loaded && self.features.rdtscp {
             self.tsc_aux.sync(&mut self.cpu);
         }

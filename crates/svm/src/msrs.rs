@@ -62,6 +62,7 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {
                 self.branch_record(index)
             }
+            // Not from the block, which has no place for it: VMRUN leaves TSC_AUX alone.
             msr::TSC_AUX => self.tsc_aux.get(),
             msr::XSS => self.extended.xss(),
             msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
@@ -99,6 +100,7 @@ impl<C: Cpu> Msrs for Svm<C> {
                     }
                     _ => {}
                 }
+                // VMLOAD reads these from memory each time: no clean bit is about them.
                 let save = &mut self.vmcb_mut(Clean::empty()).save;
                 let slot = match index {
                     msr::STAR => &mut save.star,
@@ -121,6 +123,7 @@ impl<C: Cpu> Msrs for Svm<C> {
     }
 
     fn prediction_barrier(&mut self) {
+        // At once: the guest's next branch must find it done.
         self.cpu.wrmsr(msr::PRED_CMD, 1);
     }
 

@@ -42,8 +42,11 @@ impl PerCpu {
     fn new() -> Result<Self, NoMemory> {
         Ok(Self {
             save: Page::zeroed()?,
+            // From 1: a block's 0 is no CPU's generation, so that a new one gets a number.
             generation: AtomicU64::new(1),
+            // 0 is the host's (APM vol. 2 §15.16).
             next_asid: AtomicU32::new(1),
+            // No run has the number 0.
             saved_for: AtomicU64::new(0),
             last_vcpu: AtomicU64::new(0),
             tsc_aux: AtomicU64::new(0),
@@ -79,6 +82,7 @@ impl PerCpu {
         // Blocks compare it at their next entry here, and take new numbers.
         let generation = self.generation().wrapping_add(1);
         self.generation.store(generation, Relaxed);
+        // 1 is given out here.
         self.next_asid.store(2, Relaxed);
         (1, generation, true)
     }
@@ -87,6 +91,7 @@ impl PerCpu {
 /// Allocates the per-CPU state for `cpus` CPUs. Called once at load.
 pub fn set_up(features: Features, cpus: usize) -> Result<(), NoMemory> {
     let mut table = alloc::vec::Vec::new();
+    // For all CPUs that may come online: nothing is allocated when one does.
     table.try_reserve_exact(cpus).map_err(|_| NoMemory)?;
     for _ in 0..cpus {
         table.push(PerCpu::new()?);
@@ -153,6 +158,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
 pub fn disable<C: Cpu>(c: &mut C) {
     // The way to a reboot may come here twice.
     if c.rdmsr(msr::EFER) & Efer::SVME.bits() != 0 {
+        // The page is freed at unload: no CPU may be left with its address.
         c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
         c.stgi();
@@ -169,6 +175,7 @@ pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
     let Some(here) = of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
         return;
     };
+    // An interrupt between STGI and the panic's own code would run with what was loaded half.
     cpu.cli();
     if here.registers.hold_it.load(Relaxed) {
         here.registers.restore_kernel(cpu);

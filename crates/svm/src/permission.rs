@@ -14,7 +14,9 @@ pub struct IoMap(Pages);
 impl IoMap {
     /// A map under which every port exits.
     pub fn all() -> Result<Self, NoMemory> {
+        // Four pages, of which the map is three: it has to lie in one piece.
         let pages = Pages::zeroed(2)?;
+        // Ones to the end: an access of several bytes at the last port looks at bits behind it.
         pages.words().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
         Ok(Self(pages))
     }
@@ -89,6 +91,7 @@ impl MsrMap {
             Some((word, shift)) => {
                 Directions::from_bits_truncate((word.load(Ordering::Relaxed) >> shift) as u8)
             }
+            // An MSR without bits always exits.
             None => Directions::all(),
         }
     }

@@ -24,6 +24,7 @@ fn index(name: SegmentName) -> usize {
 }
 
 fn table(segment: &VmcbSegment) -> DescriptorTable {
+    // The block has 32 bits of limit, of which these registers have sixteen.
     DescriptorTable { base: segment.base, limit: segment.limit as u16 }
 }
 

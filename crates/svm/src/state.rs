@@ -135,6 +135,8 @@ impl<C: Cpu> Svm<C> {
             features,
             run: 0,
             runs: 0,
+            // From 1, and never used twice: a CPU that remembers a vCPU which is gone takes no new
+            // one for it.
             id: IDS.fetch_add(1, Relaxed),
             extended: Extended::new(
                 Has { xsaves: features.xsaves, pku: features.pku },
@@ -202,19 +204,23 @@ impl<C: Cpu> Backend for Svm<C> {
     fn reset(&mut self, reset: Reset) {
         // A reset CPU has it set (APM vol. 2 §15.17).
         self.gif.set();
+        // By the setters: what exits follows from these registers.
         reset_registers(self, reset);
         let block = self.vmcb_mut(Clean::ALL);
         block.save.rip = 0xfff0;
         block.save.rflags = Rflags::RESET.bits();
         block.save.rsp = 0;
+        // Its own field, which follows SS only where that is loaded.
         block.save.cpl = 0;
         block.control.int_state = 0;
+        // What was to be injected died with the state it was for.
         block.control.event_inj = 0;
         // INIT leaves these as they are (APM vol. 2 table 14-1).
         if reset == Reset::PowerUp {
             block.save.sysenter_cs = 0;
             block.save.sysenter_esp = 0;
             block.save.sysenter_eip = 0;
+            // x87 alone, which XCR0 always has (SDM vol. 1 §13.3).
             self.extended.set_xcr0(1);
             self.extended.set_xss(0);
         }

@@ -48,6 +48,7 @@ impl<C: Cpu> Svm<C> {
             ExitCode::Invlpga => Instruction::Invlpga,
             _ => Instruction::Skinit,
         };
+        // Privilege, mode and address first: the rules have the order of the manual's faults.
         match instructions::execute(instruction, &self.caller(gprs), &self.cold.offered) {
             Err(exception) => Executed::Fault(exception),
             // L1 always intercepts VMRUN of L2: its block was refused else.
@@ -106,6 +107,7 @@ impl<C: Cpu> Svm<C> {
         let block = self.vmcb_mut(Clean::empty());
         block.control.exit_code = exit.0;
         (block.control.exit_info_1, block.control.exit_info_2) = (0, 0);
+        // The CPU says the next RIP at an intercepted instruction, not at a #GP.
         block.control.next_rip = block.save.rip.wrapping_add(LENGTH);
         true
     }
@@ -131,6 +133,7 @@ impl<C: Cpu> Svm<C> {
             efer,
             rflags: Rflags::from_bits_retain(save.rflags),
             cpl: save.cpl,
+            // The operand has the width of the mode; what lies above is left from other code.
             rax: if is_64_bit { rax } else { rax & 0xffff_ffff },
             ecx: gprs.0[RCX] as u32,
         }

@@ -59,6 +59,7 @@ impl<C: Cpu> Svm<C> {
             if !l1.is_final() {
                 return Executed::Outside;
             }
+            // L2 cannot go on: the shutdown that follows is L1's.
             self.return_to_l1(gprs);
             // Nothing is clean in a block that did not hear of the exit.
             if let Some(state) = &mut self.nested {
@@ -90,7 +91,9 @@ impl<C: Cpu> Svm<C> {
         // Behind what is read of L2's block above, which is another from here on.
         self.change_block();
         self.level = Level::L1;
+        // A VMEXIT clears GIF (APM vol. 2 §15.6).
         self.gif.clear();
+        // Gathered, so that a block of which little has changed stays mostly clean.
         let mut stale = Clean::empty();
         let block = self.vmcb_mut(Clean::empty());
         // With nested paging of L1's the PAT was L2's own.

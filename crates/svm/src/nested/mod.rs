@@ -51,6 +51,7 @@ use crate::{
 /// L1's memory, which remembers whether some of it could not be had.
 struct Seen<'a, M> {
     memory: &'a M,
+    // In a cell: the trait that reads is shared, for the rules only look.
     missing: Cell<bool>,
 }
 
@@ -64,6 +65,8 @@ impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
     #[inline]
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), nested_svm::Outside> {
         self.memory.read(at, into).map_err(|_| {
+            // Apart from the error: the rules may have an answer for a page that is not there,
+            // which is only true if it is gone for good.
             self.missing.set(true);
             nested_svm::Outside
         })
@@ -113,6 +116,7 @@ impl<C: Cpu> Svm<C> {
         // Which map L2 runs on was decided at VMRUN.
         let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
         let mut words = merge::intercepts(&l0, state.v12.control(), &self.cold.offered);
+        // The merge knows nothing of our window, and would close it.
         if state.window.is_some() {
             let [_, _, _, third, ..] = &mut words;
             *third |= Intercept3::VINTR.bits();
@@ -166,6 +170,7 @@ impl<C: Cpu> Svm<C> {
             decode_assists: has(f::DECODE_ASSISTS),
             pause_filter: has(f::PAUSE_FILTER),
             pause_threshold: has(f::PAUSE_THRESHOLD),
+            // Both: a VMM may show what this CPU has not, and then L2 would run without it.
             vgif: has(f::VGIF) && self.features.vgif,
             virtual_vmload: has(f::V_VMSAVE_VMLOAD) && self.features.v_vmload,
             lbr: has(f::LBRV) && self.features.lbr,
@@ -199,6 +204,7 @@ impl<C: Cpu> Svm<C> {
     #[inline(always)]
     pub(crate) fn follow_tsc_offset(&mut self) {
         if self.level == Level::L1 {
+            // The offset is of the clean bit of the intercepts (APM vol. 2 §15.15.3).
             self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = self.tsc_offset;
         } else {
             self.follow_tsc_offset_in_l2();
@@ -208,6 +214,7 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     fn follow_tsc_offset_in_l2(&mut self) {
+        // Both blocks: L1's is entered next without another look at the clock.
         let offset = self.tsc_offset;
         self.block_of_l1().vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
         if let Some(state) = &self.nested {
@@ -224,6 +231,7 @@ impl<C: Cpu> Svm<C> {
         self.efer_shown = shown;
         self.follow_virtual_vmload();
         self.follow_fault_intercept();
+        // L2's EFER says nothing of L1's.
         if self.level == Level::L1 && shown & Efer::SVME.bits() == 0 {
             self.gif.set();
         }
@@ -382,7 +390,9 @@ impl<C: Cpu> Nested for Svm<C> {
             return Ok(Claim::L0);
         }
         let seen = Seen::new(l1);
+        // By the copy of L1's block: what L1 writes there while L2 runs counts at the next VMRUN.
         let claim = reflect::claims(state.v12.control(), &self.cold.offered, &exit, &seen);
+        // The question is asked again outside of the loop, where a page can be brought in.
         if seen.missing.get() && !l1.is_final() {
             return Err(backend::Outside);
         }
@@ -503,6 +513,7 @@ impl<C: Cpu> Nested for Svm<C> {
             Waiting::TripleFault => return self.gate_of_shutdown(),
         };
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
+            // An exception is the running instruction's, and does not wait for GIF.
             let held = !self.gif.is_set() && !matches!(waiting, Waiting::Exception(_));
             return if held { Gate::Hold } else { Gate::Deliver };
         };
@@ -513,6 +524,7 @@ impl<C: Cpu> Nested for Svm<C> {
             entry_pending: state.entry_pending,
             control: state.v12.control(),
             rflags,
+            // L1's are in its block: with V_INTR_MASKING they decide about its interrupts.
             l1_rflags: Rflags::from_bits_retain(state.other.vmcb().save.rflags),
         };
         match situation.gate(&pending) {
@@ -601,6 +613,7 @@ impl<C: Cpu> Nested for Svm<C> {
         // INIT and reset set GIF (APM vol. 2 §15.17).
         self.gif.set();
         if let Some(state) = &mut self.nested {
+            // What L1 has in memory may be changed by the time that it runs again.
             state.v12.forget();
         }
     }

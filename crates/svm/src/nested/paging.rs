@@ -49,6 +49,7 @@ impl<C: Cpu> Svm<C> {
 impl<C: Cpu> NestedPaging for Svm<C> {
     fn l1_tables(&self) -> Option<L1Tables> {
         let state = self.with_tables()?;
+        // L1's paging mode decides how its tables are read.
         let l1 = &state.other.vmcb().save;
         Some(L1Tables::Npt {
             ncr3: state.v12.control().ncr3,

@@ -47,6 +47,7 @@ impl<C: Cpu> Svm<C> {
         let seen = Seen::new(l1);
         // Checks and merge see the copy alone: another vCPU of L1's may rewrite the page meanwhile.
         let Ok(dirty) = state.v12.load(&seen, at) else { return self.missing(l1) };
+        // All refusals end with one exit code: the order of the checks cannot be seen.
         let v12 = state.v12.get();
         let offered = &self.cold.offered;
         if checks::controls(&v12.control, Some(&v12.save), offered).is_err()
@@ -69,6 +70,7 @@ impl<C: Cpu> Svm<C> {
         };
         // With V_INTR_MASKING L1's IF of now says whether its interrupts end L2's run (APM vol. 2 §15.21.1).
         state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
+        // From here on nothing fails.
         self.keep_l1(gprs, next_rip);
         self.start_l2(gprs, dirty, msrpm);
         Executed::Entered
@@ -176,6 +178,7 @@ impl<C: Cpu> Svm<C> {
             let spec = self.block.vmcb().save.spec_ctrl;
             state.other.vmcb_mut(Clean::empty()).save.spec_ctrl = spec;
         }
+        // The objects change places: the pages stay where they are.
         swap(&mut self.block, &mut state.other);
         swap(&mut self.cr0_hidden, &mut state.cr0_hidden);
     }
@@ -255,6 +258,7 @@ impl<C: Cpu> Svm<C> {
         let State { other, v12, open, .. } = &mut **state;
         let control = v12.control();
         let [_, _, _, third, ..] = control.intercepts;
+        // L1 asks for no MSR: what we close is closed for L2, and nothing else.
         if third & Intercept3::MSR.bits() == 0 {
             return Ok(own.hpa());
         }

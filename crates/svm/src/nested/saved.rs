@@ -70,6 +70,7 @@ impl<C: Cpu> Svm<C> {
         }
         let running = saved::check(header, data.as_deref(), onto, &self.cold.offered)
             .map_err(|_| Unrestorable::Invalid)?;
+        // Behind the header's checks: tables depend on L1's paging, which the vCPU has by now.
         if let Some(page) = &data
             && has_tables(&page.control)
             && !run::may_have_tables(page, &self.vmcb().save)
@@ -121,6 +122,7 @@ impl<C: Cpu> NestedState for Svm<C> {
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
             return Ok(());
         };
+        // Zeroed: all of it goes to user space.
         let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
@@ -158,6 +160,7 @@ impl<C: Cpu> NestedState for Svm<C> {
             }
             return;
         };
+        // Made when it was checked: restoring must not fail for a lack of memory.
         if state.is_some() {
             self.nested = state;
         }

@@ -38,6 +38,7 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
             return Ok(None);
         };
+        // Before the run of L2 ends, after which the copy may be another block's.
         let at = state.v12.at();
         let exit = Exit::plain(ExitCode::Software);
         // As at a VMEXIT: what L2's block has beside the general registers goes to L1's memory.
@@ -91,6 +92,7 @@ impl<C: Cpu> Svm<C> {
         // Written already: only what follows from a change is left to be done.
         self.vmcb_mut(Clean::CR).save.cr4 = 0;
         self.set_cr4(Cr4::from_bits_retain(save.cr4));
+        // Paging was set behind the CPU's back, without what a MOV to CR3 flushes.
         self.block.request_flush();
         (gprs.0[RAX], gprs.0[RSP]) = (save.rax, save.rsp);
         // Where L1 goes on behind VMRUN, which has been done once.
