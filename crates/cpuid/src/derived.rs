@@ -8,6 +8,7 @@ use x86::cpuid::{Feature, feature};
 use x86::{Cr4, Efer};
 
 /// Bits that need no feature, or one so old that KVM does not ask.
+// Not by feature: stock KVM lets every guest set these, and VMMs with an empty table boot.
 const CR4_ALWAYS: Cr4 = Cr4::VME
     .union(Cr4::PVI)
     .union(Cr4::TSD)
@@ -23,6 +24,7 @@ const CR4_ALWAYS: Cr4 = Cr4::VME
 // SMX, CET, LASS, LAM, FRED and user interrupts are missing: they are not offered, so their bits
 // stay reserved.
 const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
+    // By what the guest is shown: without VMX the bit has to be #GP.
     (Cr4::VMXE, feature::VMX),
     (Cr4::UMIP, feature::UMIP),
     (Cr4::LA57, feature::LA57),
@@ -57,5 +59,6 @@ pub(crate) fn efer_bits(words: &FeatureWords) -> Efer {
     EFER_BY_FEATURE
         .iter()
         .filter(|(_, feature)| words.has(*feature))
+        // SCE needs no feature here: stock KVM does not ask for SYSCALL.
         .fold(Efer::SCE, |bits, (bit, _)| bits | *bit)
 }

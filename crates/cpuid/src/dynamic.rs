@@ -26,6 +26,7 @@ pub struct DynamicInputs {
 /// Where the entries with such bits stand in the table, and which of the bits apply.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dynamic {
+    // Positions and not pointers: the table is moved as a whole when it is set.
     pub(crate) features: u16,
     pub(crate) extended: u16,
     pub(crate) xsave: u16,
@@ -54,6 +55,7 @@ impl Bits {
 
     fn with<const REG: usize>(mut self, mask: u32, value: u32) -> Self {
         self.mask[REG] |= mask;
+        // Cut, so that a value can never reach beyond its bits.
         self.value[REG] |= value & mask;
         self
     }
@@ -66,6 +68,7 @@ impl Bits {
     pub(crate) fn apply(&self, entry: &mut Entry) {
         let registers = [&mut entry.eax, &mut entry.ebx, &mut entry.ecx, &mut entry.edx];
         for ((register, mask), value) in registers.into_iter().zip(self.mask).zip(self.value) {
+            // All else stays the VMM's.
             *register = *register & !mask | value;
         }
     }
@@ -98,6 +101,7 @@ impl Dynamic {
 
     /// Whether the answer at `position` can change without a new table.
     pub(crate) fn includes(&self, position: u16) -> bool {
+        // NONE first: an answer of no entry would else be found among entries that are not there.
         position != NONE && self.positions().contains(&position)
     }
 
@@ -116,6 +120,7 @@ impl Dynamic {
             return bits;
         }
         if position == self.features {
+            // A guest that switches its APIC off must not find it in CPUID (SDM vol. 3A §10.4.3).
             let mut bits = bits.flag::<{ Bits::EDX }>(feature::APIC.mask(), inputs.apic_enabled);
             // Where the host lacks the feature the VMM's bit is left alone, here and with PKU, as
             // in stock KVM.
@@ -128,6 +133,7 @@ impl Dynamic {
             return bits;
         }
         if position == self.extended && self.host_pku {
+            // Programs look at this bit before they execute RDPKRU, which is #UD without CR4.PKE.
             return bits.flag::<{ Bits::ECX }>(feature::OSPKE.mask(), inputs.cr4_pke);
         }
         let compacts = feature::XSAVEC.mask() | feature::XSAVES.mask();
@@ -138,6 +144,7 @@ impl Dynamic {
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
         if position == self.xsave {
+            // By what XCR0 has now: a program allocates its area by this number.
             let size = size(inputs.xcr0, Form::Standard);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }

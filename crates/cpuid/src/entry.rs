@@ -1,6 +1,7 @@
 //! One answer of CPUID as user space exchanges it, and what can be wrong with a table of them.
 
 /// Entries that a table may have (KVM API §4.46; KVM_MAX_CPUID_ENTRIES).
+// The number also bounds the search of a table, which an exit may have to make.
 pub const MAX_ENTRIES: usize = 256;
 
 /// The answer to one leaf, or to one subleaf of it: `struct kvm_cpuid_entry2` without its padding.
@@ -39,6 +40,7 @@ impl Entry {
     /// Whether the entry answers (leaf, index).
     #[inline]
     pub const fn is_for(&self, leaf: u32, index: u32) -> bool {
+        // Without the flag one entry answers every ECX, as KVM_SET_CPUID's older form has it.
         self.leaf == leaf && (!self.significant_index || self.index == index)
     }
 }

@@ -109,6 +109,7 @@ impl GuestCpuid {
         host: &'static Supported,
         has_run: bool,
     ) -> Result<bool, Error> {
+        // Asked here as well: who calls this need not be the dispatch.
         if entries.len() > MAX_ENTRIES {
             return Err(Error::TooMany);
         }
@@ -116,10 +117,12 @@ impl GuestCpuid {
         if has_run {
             return if self.is_same(entries) { Ok(false) } else { Err(Error::Invalid) };
         }
+        // The first entry counts, as for the guest.
         let linear = find(entries, leaf::ADDRESS_SIZES, 0).map_or(0, |e| (e.eax >> 8) & 0xff);
         if !matches!(linear, 0 | 48 | 57) {
             return Err(Error::Invalid);
         }
+        // A copy made beside the old one: what fails for memory leaves that whole.
         let mut table = Vec::new();
         table.try_reserve_exact(entries.len()).map_err(|_| Error::NoMemory)?;
         table.extend_from_slice(entries);
@@ -141,6 +144,7 @@ impl GuestCpuid {
 
     /// KVM_GET_CPUID2: the table with its dynamic bits as `inputs` have them.
     pub fn entries(&mut self, inputs: &DynamicInputs) -> &[Entry] {
+        // A VMM that reads the table back sees what the guest would.
         self.refresh(inputs);
         &self.entries
     }
@@ -181,6 +185,7 @@ impl GuestCpuid {
     /// by the host.
     #[inline]
     pub fn has_spec_ctrl(&self) -> bool {
+        // Bits and no feature: any of several features makes the MSR exist.
         self.msr.spec_ctrl != 0
     }
 
@@ -194,6 +199,7 @@ impl GuestCpuid {
     /// Whether a guest that is a hypervisor may expect that its own guests do not steer its indirect branches:
     /// IBRS, which has another name on AMD's processors, and automatic IBRS there.
     pub fn keeps_guests_apart(&self) -> bool {
+        // By what the guest was told, for that is what its kernel relies on.
         let promised = if self.vendor().is_amd_like() {
             self.has(feature::AUTOIBRS) || self.has(feature::AMD_IBRS)
         } else {
@@ -218,11 +224,14 @@ impl GuestCpuid {
     /// else 48.
     #[inline]
     pub fn is_canonical(&self, address: u64) -> bool {
+        // By the feature and not by CR4.LA57: this is asked for MSRs, which take wide addresses in
+        // either mode.
         x86::reg::is_canonical(address, if self.has(feature::LA57) { 57 } else { 48 })
     }
 
     /// Whether TSC_AUX exists for the guest.
     pub fn has_tsc_aux(&self) -> bool {
+        // Either instruction reads the MSR.
         self.has(feature::RDTSCP) || self.has(feature::RDPID)
     }
 
@@ -305,6 +314,7 @@ impl GuestCpuid {
     /// Compares tables, blind to the dynamic bits: what KVM_GET_CPUID2 gave may be set again. So it
     /// does not matter whether ours are up to date.
     fn is_same(&self, entries: &[Entry]) -> bool {
+        // In the same order, too: stock KVM compares the tables as they are.
         self.entries.len() == entries.len()
             && self.entries.iter().zip(entries).enumerate().all(|(position, (ours, theirs))| {
                 let bits = self.dynamic.bits_at(position as u16, theirs, &self.inputs, |_, _| 0);
@@ -326,6 +336,7 @@ impl GuestCpuid {
         let [_, _, _, xcr0_high] = answer(leaf::XSAVE, 0);
         let [xcr0_low, ..] = answer(leaf::XSAVE, 0);
         let [_, _, xss_low, xss_high] = answer(leaf::XSAVE, 1);
+        // The VMM's choice of components is in leaf 0xD, and nowhere else.
         let xcr0 = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
         let xss = u64::from(xss_low) | u64::from(xss_high) << 32;
         let [last_extended, ..] = answer(leaf::EXTENDED, 0);

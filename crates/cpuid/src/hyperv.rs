@@ -55,6 +55,8 @@ impl HyperV {
     pub fn entries(&self) -> [Entry; 10] {
         let [ebx, ecx, edx] = VENDOR;
         let mut hints = if self.no_smt { CORES_NOT_SHARED } else { 0 };
+        // Recommended only where it was switched on: a hypervisor that follows the hint would fail
+        // else.
         if self.enlightened != 0 {
             hints |= USE_ENLIGHTENED;
         }

@@ -41,6 +41,7 @@ impl Line {
     /// Whether the line holds the answer to this leaf and subleaf.
     #[inline]
     pub(crate) const fn is_for(&self, leaf: u32, subleaf: u32) -> bool {
+        // Both halves in one comparison.
         self.key == Self::key(leaf, subleaf)
     }
 

@@ -37,15 +37,18 @@ impl GuestCpuid {
         inputs: impl FnOnce() -> DynamicInputs,
     ) -> Option<[u32; 4]> {
         let line = self.lines.get(Line::place(leaf, subleaf))?;
+        // The key first: state is gathered for a line that would answer, and for no other.
         let hit = line.is_for(leaf, subleaf) && (!line.dynamic || self.inputs == inputs());
         hit.then_some(line.answer)
     }
 
     #[cold]
     fn lookup_in_table(&mut self, leaf: u32, subleaf: u32, inputs: &DynamicInputs) -> [u32; 4] {
+        // Before the search: the entry that is found has to be of these inputs.
         self.refresh(inputs);
         let (answer, at) = self.search(leaf, subleaf);
         if let Some(line) = self.lines.get_mut(Line::place(leaf, subleaf)) {
+            // What stood there goes: the guest asks again for what it asked last.
             *line = Line::new(leaf, subleaf, answer, self.dynamic.includes(at));
         }
         answer
@@ -57,6 +60,7 @@ impl GuestCpuid {
         let mut effective = leaf;
         let mut found = position(entries, leaf, subleaf);
         if found.is_none()
+            // Only where there is no entry: a VMM may give leaves beyond the last one it names.
             && let Some(last) = self.out_of_range(leaf)
         {
             effective = last;
@@ -82,6 +86,7 @@ impl GuestCpuid {
     fn out_of_range(&self, leaf: u32) -> Option<u32> {
         let entries = &self.entries;
         let basic = find(entries, leaf::VENDOR, 0)?;
+        // By the vendor that the guest sees: it expects that vendor's answer.
         if self.vendor.is_amd_like() {
             return None;
         }
@@ -134,6 +139,7 @@ impl GuestCpuid {
             // What the table does not have stands at NONE, which is behind its end.
             let Some(entry) = self.entries.get_mut(usize::from(at)) else { continue };
             let bits = self.dynamic.bits_at(at, entry, inputs, &mut size);
+            // Into the table itself: the next look-up is a plain copy.
             bits.apply(entry);
         }
     }

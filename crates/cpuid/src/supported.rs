@@ -20,6 +20,7 @@ pub const EMULATED: &[Entry] =
     &[Entry::new(0, 0, [7, 0, 0, 0]), Entry::new(1, 0, [0; 4]), Entry::new(7, 0, [0; 4])];
 
 /// Highest basic leaf that is described.
+// As far as stock KVM goes: what is behind brings state that nobody here keeps.
 const LAST_BASIC: u32 = 0x1f;
 /// Highest extended leaf that is described.
 const LAST_EXTENDED: u32 = 0x8000_0022;
@@ -94,6 +95,7 @@ impl Supported {
         facts: &HostFacts<'_>,
     ) -> Result<Self, Error> {
         let vendor = Vendor::from_leaf0(&cpuid(leaf::VENDOR, 0));
+        // First, since a CPU answers beyond its last leaf, too.
         let bounds = Bounds::read(&mut cpuid);
         let mut host = FeatureWords::read(|leaf, subleaf| bounds.ask(&mut cpuid, leaf, subleaf));
         // A CPU may have XSAVE while its kernel does not use it (noxsave). Then nobody keeps the
@@ -109,7 +111,9 @@ impl Supported {
         }
         let mut words = offered(&host, xcr0, facts);
         let ssbd = facts.ls_cfg_ssbd || host.has(feature::AMD_SSBD);
+        // Not the host's bit: it is a hypervisor's offer to its guests, and we are that hypervisor.
         words.set(feature::VIRT_SSBD, vendor.is_amd_like() && ssbd);
+        // Without XSAVES a guest could not save supervisor components.
         let xss = if words.has(feature::XSAVES) { facts.xss } else { 0 };
         let uncached = !facts.xstate_cache;
         let mut table = Self { uncached, entries: Vec::new(), words, layout, xcr0, xss, vendor };
@@ -218,6 +222,7 @@ impl Supported {
         let [eax, ebx, ecx, edx] = cpuid(leaf, 0);
         let answer = match leaf {
             leaf::VENDOR => [eax.min(LAST_BASIC), ebx, ecx, edx],
+            // EBX as this CPU has it: the APIC id and the CLFLUSH size are the VMM's to set.
             leaf::FEATURES => {
                 [eax, ebx, self.word(leaf, 0, Reg::Ecx), self.word(leaf, 0, Reg::Edx)]
             }
@@ -257,6 +262,7 @@ impl Supported {
         for subleaf in 0..CACHES {
             let answer = cpuid(leaf, subleaf);
             self.push(leaf, subleaf, answer)?;
+            // The type 0 ends the list, and belongs to it.
             if answer[0] & 0x1f == 0 {
                 break;
             }
@@ -267,6 +273,7 @@ impl Supported {
     fn xsave(&mut self) -> Result<(), Error> {
         let leaf = leaf::XSAVE;
         let xcr0 = self.xcr0.bits();
+        // The leaf stays, for it lies below the last one that is named.
         if xcr0 == 0 {
             return self.push(leaf, 0, [0; 4]);
         }
@@ -277,6 +284,7 @@ impl Supported {
         let size =
             if compacted { self.layout.required_size(xcr0 | self.xss, Form::Compacted) } else { 0 };
         self.push(leaf, 1, [features, size, self.xss as u32, (self.xss >> 32) as u32])?;
+        // x87 and SSE lie in the legacy region, and have no subleaf.
         for index in 2..64 {
             if (xcr0 | self.xss) & (1 << index) == 0 {
                 continue;
@@ -314,11 +322,13 @@ impl Supported {
             leaf::APM => [0, 0, 0, self.word(leaf, 0, Reg::Edx)],
             leaf::ADDRESS_SIZES => {
                 let physical = eax & 0xff;
+                // Hypervisors below ours may leave it 0.
                 let linear = ((eax >> 8) & 0xff).max(48);
                 // Bits 23:16 tell how far memory can be mapped. MAXPHYADDR stays the host's:
                 // reserved bits in the guest's tables follow it.
                 let reach = match facts.tdp_levels {
                     0 => 0,
+                    // Four levels of tables end there: memory above could not be mapped.
                     1..5 => physical.min(48),
                     _ => physical,
                 };

@@ -62,6 +62,8 @@ impl FeatureWords {
         while i < features.len() {
             let feature = features[i];
             let slot = slot(feature.leaf, feature.subleaf, feature.reg);
+            // A feature of no word is nobody's to offer: left out, and no panic when it is compiled
+            // into a mask.
             if slot < WORDS.len() {
                 words.0[slot] |= feature.mask();
             }
