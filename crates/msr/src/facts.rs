@@ -84,6 +84,7 @@ fn spec_ctrl_bits(has: &impl Fn(Feature) -> bool) -> u16 {
         // IA32_SPEC_CTRL).
         bits |= spec_ctrl::IBRS | spec_ctrl::STIBP;
     }
+    // Either vendor's bit: a guest of one make may run on the other's CPU.
     if any(&[feature::INTEL_STIBP, feature::AMD_STIBP]) {
         bits |= spec_ctrl::STIBP;
     }
@@ -94,9 +95,11 @@ fn spec_ctrl_bits(has: &impl Fn(Feature) -> bool) -> u16 {
         bits |= spec_ctrl::PSFD;
     }
     if has(feature::IPRED_CTRL) {
+        // For user mode and, one bit above, for the supervisor: the feature brings both.
         bits |= spec_ctrl::IPRED_DIS_U | spec_ctrl::IPRED_DIS_U << 1;
     }
     if has(feature::RRSBA_CTRL) {
+        // The supervisor's bit has the user's below it.
         bits |= spec_ctrl::RRSBA_DIS_S | spec_ctrl::RRSBA_DIS_S >> 1;
     }
     if has(feature::BHI_CTRL) {
@@ -142,6 +145,7 @@ pub struct HostMsrs {
 }
 
 /// How many VMX capability MSRs there are, from VMX_BASIC on.
+// From the numbers of the first and the last, so that it cannot differ from the range.
 pub const VMX_COUNT: usize = (VMX_VMFUNC - VMX_BASIC + 1) as usize;
 
 /// What the host's CPU is vulnerable to, by the kernel's judgement, as far as ARCH_CAPABILITIES
@@ -195,6 +199,7 @@ impl HostMsrs {
     pub const fn offered_by_flaws(host: u64, flaws: Flaws) -> u64 {
         use arch_capabilities as cap;
         let mut value = host & PASSED | cap::PSCHANGE_MC_NO;
+        // With the flush switched off a guest's own hypervisor is the only one left to make it.
         if !flaws.l1d_never_flushed {
             value |= cap::SKIP_L1DFL_VMENTRY;
         }

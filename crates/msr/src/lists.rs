@@ -12,6 +12,7 @@ use x86::msr::*;
 
 /// Every MSR that a VMM should save, on any host. A VMM may write 0 to any of them even where the
 /// host lacks it.
+// Made when this is compiled: a list and its length cannot differ.
 pub static SAVED: [u32; List::Saved.count()] = List::Saved.numbers();
 
 /// MSRs by which a VMM learns what the host can offer.

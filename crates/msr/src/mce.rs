@@ -76,6 +76,7 @@ const fn bank_of(index: u32) -> (usize, usize) {
 impl MachineChecks {
     pub(crate) fn new(supported: u64) -> Result<Self, NoMemory> {
         let mut banks = Vec::new();
+        // All banks at once: setting them up later must not need memory.
         banks.try_reserve_exact(MAX_BANKS).map_err(|_| NoMemory)?;
         banks.resize(MAX_BANKS, [0; REGISTERS + 1]);
         Ok(Self { supported, cap: MAX_BANKS as u64, status: 0, ctl: 0, ext_ctl: 0, banks })
@@ -107,11 +108,13 @@ impl MachineChecks {
 
     /// Sets the banks up as KVM_X86_SETUP_MCE asks (KVM API §4.104).
     pub(crate) fn set_up(&mut self, cap: u64) -> Result<(), Refused> {
+        // Counted before the mask: these bits are a number, and no capabilities.
         let count = (cap & mce::CAP_BANKS) as usize;
         if count == 0 || count > MAX_BANKS || cap & !(self.supported | 0xff | 0x00ff_0000) != 0 {
             return Err(Refused);
         }
         self.cap = cap;
+        // All errors on, for the register is told to exist from now on.
         if cap & mce::CAP_CTL != 0 {
             self.ctl = u64::MAX;
         }
@@ -133,6 +136,7 @@ impl MachineChecks {
             // A VMM saves what the list names, whatever MCG_CAP says.
             MCG_CTL if by == By::Vmm || self.cap & mce::CAP_CTL != 0 => Ok(self.ctl),
             MC0_CTL2..MC0_CTL if by == By::Vmm || self.cap & mce::CAP_CMCI != 0 => {
+                // The table's range has 32 of them; more do not come here.
                 let bank = index.wrapping_sub(MC0_CTL2) as usize;
                 self.register(bank, REGISTERS)
             }
@@ -161,6 +165,7 @@ impl MachineChecks {
         statuses: Statuses,
     ) -> Result<(), Refused> {
         match index {
+            // Any value: the guest's handler clears MCIP, and a VMM restores it.
             MCG_STATUS => self.status = value,
             MCG_CTL => {
                 // A VMM may restore 0 into what its vCPU does not have.
@@ -187,6 +192,8 @@ impl MachineChecks {
                     1 => by == By::Vmm || value == 0 || statuses == Statuses::Writable,
                     _ => true,
                 };
+                // Whether the bank exists goes before what it takes: both are refused alike, but
+                // nothing is indexed unchecked.
                 let slot = self.register_mut(bank, register)?;
                 if !allowed {
                     return Err(Refused);
@@ -230,6 +237,7 @@ impl MachineChecks {
             return Ok(if told { McVerdict::Interrupt } else { McVerdict::Logged });
         }
         let occupied = *status & mce::BANK_VALID != 0;
+        // Said where something is overwritten that nobody has read (SDM vol. 3B §15.3.2.2).
         let overflow = if occupied { mce::BANK_OVERFLOW } else { 0 };
         let mut log = |status: &mut u64| {
             *address = report.address;
@@ -255,6 +263,7 @@ impl MachineChecks {
         if self.status & mce::STATUS_MCIP != 0 || !cr4_mce {
             return Ok(McVerdict::TripleFault);
         }
+        // Behind the checks: what shuts the processor down is not logged, as on stock KVM.
         log(status);
         self.status = report.mcg_status;
         Ok(McVerdict::Raise)

@@ -29,6 +29,7 @@ impl Mtrrs {
     }
 
     pub(crate) fn write(&mut self, index: u32, value: u64, maxphyaddr: u8) -> Result<(), Refused> {
+        // Checked though nothing follows from the value: a guest tests which bits stick.
         if !is_valid(index, value, maxphyaddr) {
             return Err(Refused);
         }

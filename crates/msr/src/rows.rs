@@ -174,6 +174,7 @@ impl List {
                 while self.has(row) && index <= row.last {
                     list[count] = index;
                     count += 1;
+                    // Ranges are in the lists number by number.
                     index += 1;
                 }
                 rows = rest;

@@ -192,6 +192,7 @@ impl MsrStore {
     pub fn new(host: &HostMsrs) -> Result<Self, NoMemory> {
         Ok(Self {
             slots: Slots::new(host),
+            // Only this bit: the others of DE_CFG are the host's own workarounds.
             host_de_cfg: host.de_cfg & de_cfg::LFENCE_SERIALIZE,
             host_amd: host.amd,
             mtrrs: Mtrrs::default(),
@@ -211,6 +212,7 @@ impl MsrStore {
     /// Reads an MSR of the store. `from_host` is for KVM_GET_MSRS.
     #[inline]
     pub fn read(&self, index: u32, by: By, facts: &GuestFacts) -> Result<u64, Refused> {
+        // Apart, so that the guest's way, which the inner loop takes, is a call less deep.
         if by == By::Vmm {
             return self.read_for_vmm(index, facts);
         }
@@ -260,6 +262,7 @@ impl MsrStore {
     }
 
     fn intel(&self, access: Access<'_>) -> bool {
+        // By the guest's vendor: what its CPUID says decides which MSRs it looks for.
         !access.facts.amd
     }
 
@@ -281,6 +284,7 @@ impl MsrStore {
     }
 
     fn virt_ssbd(&self, access: Access<'_>) -> bool {
+        // By the host's: the register is shown as this CPU has it.
         self.host_amd && (access.is_vmm() || access.facts.virt_ssbd)
     }
 
@@ -349,6 +353,7 @@ impl MsrStore {
             // As in KVM: without the feature the write vanishes.
             return Ok(Effect::None);
         }
+        // Wrapping, as the register does.
         let delta = value.wrapping_sub(self.slots.TSC_ADJUST) as i64;
         // Before the effect is told: a guest may read it back at once.
         self.slots.TSC_ADJUST = value;
@@ -365,6 +370,7 @@ impl MsrStore {
             value = value & !misc_enable::PERFMON | old & misc_enable::PERFMON;
         }
         let monitor_changes = (old ^ value) & misc_enable::MWAIT != 0;
+        // For a VMM as well, as in stock KVM: the bit is MONITOR's, which came with SSE3.
         require(!monitor_changes || access.facts.sse3)?;
         self.slots.MISC_ENABLE = value;
         let on = value & misc_enable::MWAIT != 0;
@@ -418,6 +424,7 @@ impl MsrStore {
         // Switches for hardware that does not exist here are taken and forgotten.
         let ignored = hwcr::FFDIS | hwcr::IGNNE_EM | hwcr::TLB_CACHE_DIS;
         let kept = hwcr::MC_STATUS_WR_EN | hwcr::TSC_FREQ_SEL;
+        // Unknown bits are refused: a switch that a guest believes in must not be lost.
         require(value & !(ignored | kept) == 0)?;
         self.slots.HWCR = value & kept;
         Ok(Effect::None)

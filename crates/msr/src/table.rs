@@ -99,6 +99,7 @@ macro_rules! msrs {
             TSC_ADJUST            [saved] [0] [value] [by write_tsc_adjust]
                 "guest: moves the TSC by the difference; host: the value alone; without the feature \
                  the write vanishes";
+            // Offered on AMD's CPUs, too, as in stock KVM.
             ARCH_CAPABILITIES     [saved, feature: host.arch_capabilities] [host.arch_capabilities]
                 [value if arch_capabilities] [any if vmm] "";
             MISC_ENABLE           [saved] [MISC_ENABLE_RESET, reset] [value] [by write_misc_enable]
@@ -106,6 +107,7 @@ macro_rules! msrs {
                  the quirk MISC_ENABLE_NO_MWAIT off it needs SSE3 and CPUID's MONITOR bit follows)";
             FEATURE_CONTROL       [saved unless amd] [0] [value if intel] [by write_feature_control if intel]
                 "guest, until locked: lock, LMCE with MCG_LMCE_P; host: those, VMX, SGX";
+            // The VMM's alone: a guest learns of it by its save area.
             SMBASE                [saved] [0x3_0000, reset] [value if vmm] [any if vmm]
                 "RSM sets it from the save area";
             SMI_COUNT             [saved] [0] [value] [any if vmm] "SMIs taken";
@@ -135,6 +137,7 @@ macro_rules! msrs {
                  clear it";
             OSVW_ID_LENGTH        [] [3] [value if osvw] [any if osvw]
                 "three known workarounds, none of which a guest has to apply";
+            // 0: no workaround is needed of those that the length tells of.
             OSVW_STATUS           [] [0] [value if osvw] [any if osvw] "";
         }
 
@@ -200,6 +203,7 @@ macro_rules! msrs {
             TW_CFG                [] [0] [ignored] "";
             BU_CFG2               [] [0] [ignored] "";
             F15H_EX_CFG           [] [0] [ignored] "";
+            // Updates of microcode are taken and forgotten: a guest that gets #GP here may stop.
             UCODE_WRITE           [] [refused] [ignored] "";
             PATCH_LOADER          [] [refused] [ignored] "";
             VM_IGNNE              [] [refused] [ignored] "";
