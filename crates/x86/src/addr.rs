@@ -47,6 +47,7 @@ newtype!(/// A time-stamp counter value, guest or host as the context says.
 impl Gpa {
     /// The frame this address lies in.
     pub const fn gfn(self) -> Gfn {
+        // No check of the width: an address beyond MAXPHYADDR has a frame, which no slot contains.
         Gfn(self.0 >> PAGE_SHIFT)
     }
     /// Offset within its 4 KiB page.

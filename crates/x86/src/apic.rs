@@ -8,6 +8,7 @@ pub const DEFAULT_BASE: u64 = 0xfee0_0000;
 /// Physical address of the I/O APIC on a PC.
 pub const IOAPIC_DEFAULT_BASE: u64 = 0xfec0_0000;
 /// Version register of KVM's local APIC: version 0x14, six LVT entries (KVM since 2.6.20).
+// The number of entries less one; guests that see 0x14 take the APIC for an integrated one.
 pub const VERSION: u32 = 0x14 | (5 << 16);
 
 /// A set of vectors, 64 in each word.
@@ -25,6 +26,7 @@ pub const fn highest(words: &VectorWords) -> u8 {
         _ => (w3, 192),
     };
     match word {
+        // Vectors below 16 are exceptions' (SDM vol. 3A §10.5.2), so that 0 is free to say "none".
         0 => 0,
         _ => base | (63 - word.leading_zeros() as u8),
     }
@@ -74,6 +76,7 @@ pub mod reg {
     pub const TIMER_CURRENT: u32 = 0x390;
     pub const TIMER_DIVIDE: u32 = 0x3e0;
     /// x2APIC only: self IPI.
+    // Reserved in the page: a store there is an error of the xAPIC.
     pub const SELF_IPI: u32 = 0x3f0;
     /// AMD: extended features.
     pub const EXT_FEATURE: u32 = 0x400;
@@ -104,6 +107,8 @@ pub mod svr {
     /// Focus-processor checking off.
     pub const FOCUS_OFF: u32 = 1 << 9;
     /// Do not broadcast EOI of level-triggered interrupts.
+    // A guest that sets it tells the I/O APIC of ends itself, by a register that ours does not
+    // have.
     pub const DIRECTED_EOI: u32 = 1 << 12;
     /// Value after reset.
     pub const RESET: u32 = 0xff;
@@ -161,6 +166,7 @@ impl TimerMode {
     /// Reads the mode from the timer's LVT entry.
     #[inline]
     pub const fn from_lvt(lvt: u32) -> Self {
+        // Four encodings, and all of them have a name: no write of a guest's is without an answer.
         match (lvt >> lvt::TIMER_MODE_SHIFT) & 3 {
             0 => Self::OneShot,
             1 => Self::Periodic,
@@ -196,6 +202,7 @@ impl DeliveryMode {
     /// Reads the three low bits.
     #[inline]
     pub const fn from_bits(bits: u32) -> Self {
+        // Cut here, so that callers can pass a register shifted and not masked.
         match bits & 7 {
             0 => Self::Fixed,
             1 => Self::LowestPriority,
@@ -258,6 +265,7 @@ pub mod icr {
     pub const SHORTHAND: u32 = 3 << 18;
     /// Bits of an x2APIC ICR write that raise #GP: 13, 16, 17 and 20 to 31. Bit 12 ([`BUSY`]) is
     /// tolerated and dropped.
+    // The upper half is the destination, where all bits count.
     pub const X2APIC_RESERVED: u64 = 0xfff3_2000;
 }
 
@@ -345,6 +353,7 @@ pub const fn timer_divisor(tdcr: u32) -> u32 {
 /// §10.12.10.2).
 #[inline]
 pub const fn x2apic_ldr(id: u32) -> u32 {
+    // Of the id alone: in x2APIC mode software does not choose a logical id.
     ((id >> 4) << 16) | (1 << (id & 0xf))
 }
 

@@ -45,6 +45,7 @@ impl Feature {
     /// The bit as a mask over its register.
     #[inline]
     pub const fn mask(self) -> u32 {
+        // The mask bounds the shift for the compiler; a test holds the table to it.
         1 << (self.bit & 31)
     }
 
@@ -495,6 +496,7 @@ impl Vendor {
             (0x746e_6543, 0x4872_7561, 0x736c_7561) | (0x6853_2020, 0x6867_6e61, 0x2020_6961) => {
                 Self::Centaur
             }
+            // No guess: an unknown make gets the rules that need no vendor.
             _ => Self::Other,
         }
     }
@@ -502,6 +504,7 @@ impl Vendor {
     /// Whether AMD's rules hold (AMD and Hygon).
     #[inline]
     pub const fn is_amd_like(self) -> bool {
+        // Hygon's CPUs are Zen by licence, and have AMD's MSRs and SVM.
         matches!(self, Self::Amd | Self::Hygon)
     }
 }
@@ -511,6 +514,7 @@ impl Vendor {
 #[inline]
 pub const fn family(leaf1_eax: u32) -> u32 {
     let base = (leaf1_eax >> 8) & 0xf;
+    // Only for family 15, as both manuals have it.
     if base == 0xf { base + ((leaf1_eax >> 20) & 0xff) } else { base }
 }
 

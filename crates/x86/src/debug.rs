@@ -19,6 +19,8 @@ impl Dr6 {
     /// What is one when nothing happened: reserved bits, and those of bus locks and transactions, which are
     /// clear when one was met.
     pub const ACTIVE_LOW: u64 = 0xffff_0ff0;
+    // Without bits 16 and 11, which a MOV may clear where the CPU has bus locks or transactions to
+    // tell of.
     const RESERVED_ONE: u64 = 0xfffe_07f0;
     /// What a MOV clears.
     pub const RESERVED_ZERO: u64 = 1 << 12;
@@ -29,6 +31,7 @@ impl Dr6 {
     /// dropped.
     #[inline]
     pub const fn new(raw: u64) -> Self {
+        // What is written never faults here: who has to fault has looked at the upper half before.
         Self((raw as u32 as u64 | Self::RESERVED_ONE) & !Self::RESERVED_ZERO)
     }
 
@@ -45,6 +48,8 @@ impl Dr6 {
     /// The payload of a #DB that has left this: every bit that is set says what happened. A task's trap bit is none.
     #[inline]
     pub const fn payload(self) -> u64 {
+        // The bits that are clear when something happened are turned round: in a payload all bits
+        // mean the same.
         (self.0 ^ Self::ACTIVE_LOW) & !Self::BT
     }
 
@@ -90,12 +95,14 @@ impl Dr7 {
     /// As the handler of a #DB finds it.
     #[inline]
     pub const fn without_general_detect(self) -> Self {
+        // The handler itself reads debug registers, and must not fault at the first.
         Self(self.0 & !Self::GD)
     }
 
     /// Whether a breakpoint is enabled.
     #[inline]
     pub const fn has_breakpoints(self) -> bool {
+        // Local and global alike: the hypervisor switches no tasks by which they would differ.
         self.0 & Self::ENABLES != 0
     }
 

@@ -53,6 +53,7 @@ impl Directions {
     /// These directions on a condition; none otherwise.
     #[inline]
     pub const fn when(self, condition: bool) -> Self {
+        // Nothing, and not everything: a rule whose condition fails says nothing of the access.
         if condition { self } else { Self::empty() }
     }
 }

@@ -32,6 +32,8 @@ impl Exceptions {
     /// What exits for every guest: #AC and #DB, whose loops would hold the CPU for ever without an exit; a
     /// machine check, which is the host's; #UD, for a guest may make its hypercalls with the other vendor's
     /// instruction.
+    // One set for both vendors: what a guest may do to the host by an exception does not depend on
+    // the CPU.
     pub const ALWAYS: Self = Self::DB.union(Self::UD).union(Self::AC).union(Self::MC);
 }
 
@@ -61,8 +63,11 @@ pub struct Exception {
     /// Vector 0 to 31.
     pub vector: Vector,
     /// Error code, for the vectors that push one.
+    // No error code is not a code of 0: the two leave different stacks.
     pub error_code: Option<u32>,
     /// CR2 for #PF, DR6 bits for #DB.
+    // Apart from the registers until the exception is delivered: a nested hypervisor that
+    // intercepts it must find them as they were.
     pub payload: Option<u64>,
 }
 
@@ -73,8 +78,11 @@ pub mod pf {
     /// The access was a write.
     pub const WRITE: u32 = 1 << 1;
     /// The access was made with CPL 3.
+    // By the access and not by the CPL alone: the CPU reads its own tables as a supervisor at CPL
+    // 3, too.
     pub const USER: u32 = 1 << 2;
     /// A reserved bit was set in a paging entry.
+    // Only with PRESENT: an entry that is not present has no reserved bits.
     pub const RSVD: u32 = 1 << 3;
     /// The access was an instruction fetch.
     pub const FETCH: u32 = 1 << 4;
@@ -95,6 +103,8 @@ impl Exception {
     }
     /// #DB with the DR6 bits that it reports.
     pub const fn db(dr6: u64) -> Self {
+        // Always a payload, be it 0: DR6 changes with each #DB, for breakpoints of before are
+        // forgotten.
         Self { vector: Vector(1), error_code: None, payload: Some(dr6) }
     }
     /// #UD, invalid opcode.
@@ -128,6 +138,7 @@ impl Exception {
     }
     /// #PF at `addr` with the bits of [`pf`].
     pub const fn pf(addr: u64, code: u32) -> Self {
+        // CR2 is written when the fault is delivered, and not when it is found.
         Self { vector: Vector(14), error_code: Some(code), payload: Some(addr) }
     }
     /// #MF, x87 floating-point error.

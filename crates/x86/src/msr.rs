@@ -8,6 +8,7 @@ macro_rules! msrs {
         $(#[doc = $doc] $(#[$meta])* pub const $name: u32 = $number;)*
 
         /// Every named MSR, for logs and statistics.
+        // From the same tokens: a number cannot be without a name.
         const NAMES: &[(u32, &str)] = &[$(($number, stringify!($name)),)*];
     };
 }
@@ -199,6 +200,7 @@ pub const VMX_LAST: u32 = VMX_VMFUNC;
 /// Microcode revision as AMD names it.
 pub const PATCH_LEVEL: u32 = UCODE_REV;
 /// Variable MTRR pairs that KVM offers.
+// The number is told to guests in MTRR_CAP, and saved states depend on it.
 pub const MTRR_VARIABLE: usize = 8;
 /// The eleven fixed-range MTRRs, ascending.
 pub const MTRR_FIXED: [u32; 11] = [
@@ -219,12 +221,15 @@ pub const PAT_RESET: u64 = 0x0007_0406_0007_0406;
 
 /// The name of an MSR, for logs.
 pub fn name(index: u32) -> Option<&'static str> {
+    // Searched: names are for logs.
     NAMES.iter().find(|(number, _)| *number == index).map(|(_, name)| *name)
 }
 
 /// The x2APIC MSR of the register at `offset` of the xAPIC page.
 #[inline]
 pub const fn x2apic(offset: u32) -> u32 {
+    // Registers lie sixteen bytes apart in the page, and side by side as MSRs (SDM vol. 3A
+    // §10.12.1.2).
     X2APIC_BASE + (offset >> 4)
 }
 
@@ -249,6 +254,7 @@ pub mod spec_ctrl {
 /// Bits of PRED_CMD.
 pub mod pred_cmd {
     /// Indirect-branch prediction barrier.
+    // A command: nothing is kept, and a read is #GP.
     pub const IBPB: u64 = 1 << 0;
     /// Selective branch-predictor barrier (AMD).
     pub const SBPB: u64 = 1 << 7;
@@ -271,6 +277,7 @@ pub mod vm_cr {
     /// SVM_DISABLE cannot be cleared.
     pub const LOCK: u64 = 1 << 3;
     /// EFER.SVME cannot be set.
+    // By firmware, as a rule: then EFER.SVME is #GP, and the module refuses to load.
     pub const SVMDIS: u64 = 1 << 4;
 }
 
@@ -321,12 +328,15 @@ pub mod cpuid_faulting {
 /// Bits of FEATURE_CONTROL (SDM vol. 4 table 2-2).
 pub mod feature_control {
     /// No further write is accepted.
+    // Set by firmware on real machines; a guest's firmware has to do it as well, before VMXON
+    // works.
     pub const LOCK: u64 = 1 << 0;
     /// VMX outside SMX.
     pub const VMX_OUTSIDE_SMX: u64 = 1 << 2;
     /// Local machine checks on.
     pub const LMCE: u64 = 1 << 20;
     /// What a VMM may restore: the above, VMX inside and outside SMX, SGX and its launch control.
+    // More than a guest may set: a state saved on another host must be taken whole.
     pub const KNOWN: u64 = LOCK | LMCE | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18;
 }
 
@@ -357,6 +367,7 @@ pub mod mce {
     /// MCG_CAP: local machine checks.
     pub const CAP_LMCE: u64 = 1 << 27;
     /// MCG_STATUS: a machine check is in progress.
+    // The handler clears it when it is done; a second machine check before that is a shutdown.
     pub const STATUS_MCIP: u64 = 1 << 2;
     /// MCi_STATUS: the register is valid.
     pub const BANK_VALID: u64 = 1 << 63;
@@ -398,8 +409,10 @@ pub mod arch_capabilities {
     /// IBRS is the enhanced one: set once.
     pub const IBRS_ALL: u64 = 1 << 1;
     /// RSBA: underflow may use alternate predictors.
+    // A bit that says a flaw is there: cleared, it would be a promise.
     pub const RSBA: u64 = 1 << 2;
     /// The hypervisor need not flush L1D on entry.
+    // For hypervisors in a guest: the flush is made below them.
     pub const SKIP_L1DFL_VMENTRY: u64 = 1 << 3;
     /// Not vulnerable to speculative store bypass.
     pub const SSB_NO: u64 = 1 << 4;
@@ -408,6 +421,7 @@ pub mod arch_capabilities {
     /// Not vulnerable to the page-size-change machine check.
     pub const PSCHANGE_MC_NO: u64 = 1 << 6;
     /// The MSR TSX_CTRL exists.
+    // Named to be left out: the MSR is not offered.
     pub const TSX_CTRL: u64 = 1 << 7;
     /// Not vulnerable to TAA.
     pub const TAA_NO: u64 = 1 << 8;

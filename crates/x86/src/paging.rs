@@ -16,14 +16,18 @@ pub mod pte {
     /// PCD: not cached, or a bit of the PAT's index.
     pub const PCD: u64 = 1 << 4;
     /// A: the entry was used.
+    // Set by the CPU's walk, and by ours: the guest's own aging of pages depends on it.
     pub const ACCESSED: u64 = 1 << 5;
     /// Dirty (leaf entries).
     pub const DIRTY: u64 = 1 << 6;
     /// Large page (levels 2 to 4).
     pub const LARGE: u64 = 1 << 7;
     /// PAT selector of a 4 KiB leaf.
+    // The same bit as LARGE: a leaf of level 1 needs none that says so, and has the PAT's third bit
+    // there.
     pub const PAT_4K: u64 = 1 << 7;
     /// Global (leaf entries).
+    // Kept in the TLB over a MOV to CR3 (with CR4.PGE).
     pub const GLOBAL: u64 = 1 << 8;
     /// Bits 9 to 11, ignored by hardware.
     pub const IGNORED_LOW: u64 = 7 << 9;
@@ -58,6 +62,7 @@ pub mod ept {
     /// Writes are allowed.
     pub const WRITE: u64 = 1 << 1;
     /// Executable (supervisor, with mode-based execute control).
+    // Unlike in ordinary tables all three rights are granted by a set bit.
     pub const EXECUTE: u64 = 1 << 2;
     /// Position of the memory type (leaf entries).
     pub const MEMORY_TYPE_SHIFT: u32 = 3;
@@ -66,6 +71,7 @@ pub mod ept {
     /// Memory type: write-back.
     pub const WRITE_BACK: u64 = 6;
     /// Ignore the guest's PAT.
+    // Else a guest could map the host's write-back memory uncached beside the host's own mapping.
     pub const IGNORE_PAT: u64 = 1 << 6;
     /// The entry is a large page.
     pub const LARGE: u64 = 1 << 7;
@@ -76,6 +82,7 @@ pub mod ept {
     /// Executable at CPL 3, with mode-based execute control.
     pub const USER_EXECUTE: u64 = 1 << 10;
     /// Violations make no #VE.
+    // Means something only where the CPU makes #VE, which is not asked of it here.
     pub const SUPPRESS_VE: u64 = 1 << 63;
 }
 
@@ -84,6 +91,8 @@ pub mod cr3 {
     /// Process-context identifier (with CR4.PCIDE).
     pub const PCID: u64 = 0xfff;
     /// On a MOV to CR3 with PCIDE: do not flush the PCID's translations. Never stored.
+    // It asks something of the MOV and is no part of the register: kept, it would be a reserved
+    // bit.
     pub const NO_FLUSH: u64 = 1 << 63;
     /// Table address in 32-bit and long-mode paging.
     pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -118,12 +127,14 @@ pub const ENTRIES: usize = 512;
 /// 48 for long mode and PAE.
 #[inline]
 pub const fn level_shift(level: u8) -> u32 {
+    // The mask bounds the shift, whatever level is asked for.
     3 + 9 * (level as u32 & 7)
 }
 
 /// Bytes that an entry of `level` maps: 4 KiB, 2 MiB, 1 GiB, …
 #[inline]
 pub const fn level_bytes(level: u8) -> u64 {
+    // Wrapping, so that no level makes it panic.
     1u64.wrapping_shl(level_shift(level))
 }
 
@@ -136,6 +147,7 @@ pub const fn level_frames(level: u8) -> u64 {
 /// Index into the table of `level` for `addr`.
 #[inline]
 pub const fn level_index(addr: u64, level: u8) -> usize {
+    // Nine bits: the index is within a table of 512 whatever the address is.
     (addr.wrapping_shr(level_shift(level)) & 0x1ff) as usize
 }
 
@@ -147,6 +159,7 @@ pub const fn above_maxphyaddr(maxphyaddr: u8) -> u64 {
     if maxphyaddr >= 52 {
         return 0;
     }
+    // Up to bit 51: what lies above has meanings of its own (NX, keys, ignored bits).
     pte::ADDRESS & (u64::MAX << maxphyaddr)
 }
 

@@ -129,6 +129,8 @@ bitflags! {
         /// RFLAGS.CF: the carry.
         const CF = 1 << 0;
         /// Bit 1, which is always one.
+        // Written as one in each RFLAGS that is made here: an entry with a zero there is refused by
+        // VMX.
         const FIXED = 1 << 1;
         /// RFLAGS.PF: the parity.
         const PF = 1 << 2;
@@ -147,6 +149,7 @@ bitflags! {
         /// RFLAGS.OF: the overflow.
         const OF = 1 << 11;
         /// I/O privilege level, low bit.
+        // Two flags for one number, since a set of bits has no fields; iopl() joins them.
         const IOPL0 = 1 << 12;
         /// I/O privilege level, high bit.
         const IOPL1 = 1 << 13;
@@ -247,6 +250,7 @@ impl Cr0 {
     /// Whether the combination may be loaded: PG needs PE, NW needs CD (SDM vol. 3A §2.5).
     #[inline]
     pub const fn is_consistent(self) -> bool {
+        // Both are #GP for a MOV, and an entry with such a CR0 fails.
         (!self.contains(Self::PG) || self.contains(Self::PE))
             && (!self.contains(Self::NW) || self.contains(Self::CD))
     }
@@ -258,6 +262,7 @@ impl Cr4 {
         .union(Self::PAE)
         .union(Self::PGE)
         .union(Self::LA57)
+        // PCIDs do not change how tables are read, but what a MOV to CR3 flushes.
         .union(Self::PCIDE)
         .union(Self::SMEP)
         .union(Self::SMAP)

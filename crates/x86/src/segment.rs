@@ -9,6 +9,7 @@
 #[repr(C)]
 pub struct Segment {
     /// Linear base address.
+    // 64 bits for all: of FS and GS in long mode, and of system segments there.
     pub base: u64,
     /// Limit in bytes, already scaled by the granularity.
     pub limit: u32,
@@ -77,6 +78,7 @@ pub struct Attributes {
 impl Attributes {
     /// Packs into the 12-bit form; `kind` and `dpl` are cut to their widths.
     pub const fn pack(self) -> u16 {
+        // Cut, for a VMM gives whole bytes.
         (self.kind as u16 & attr::TYPE_MASK)
             | ((self.s as u16) << 4)
             | ((self.dpl as u16 & 3) << attr::DPL_SHIFT)
@@ -108,6 +110,8 @@ impl Segment {
         base: 0xffff_0000,
         limit: 0xffff,
         selector: 0xf000,
+        // Present and accessed as if it had been loaded, which an entry demands of a usable
+        // segment.
         attr: attr::P | attr::S | kind::CODE_RX_ACCESSED as u16,
     };
     /// DS, ES, FS, GS and SS after reset or INIT.
@@ -133,6 +137,7 @@ impl Segment {
     /// Descriptor privilege level, 0 to 3. The DPL of SS is the CPL.
     #[inline]
     pub const fn dpl(&self) -> u8 {
+        // By the hidden part, and not by the selector's RPL: that is what the CPU checks against.
         ((self.attr & attr::DPL_MASK) >> attr::DPL_SHIFT) as u8
     }
 
@@ -187,6 +192,7 @@ impl Segment {
     pub const fn real_mode(selector: u16, code: bool) -> Self {
         let kind = if code { kind::CODE_RX_ACCESSED } else { kind::DATA_RW_ACCESSED };
         Self {
+            // A paragraph is sixteen bytes; no table is looked at.
             base: (selector as u64) << 4,
             limit: 0xffff,
             selector,
@@ -197,6 +203,7 @@ impl Segment {
     /// Reads an 8-byte descriptor from a table (SDM vol. 3A fig. 3-8). A system descriptor of
     /// long mode has 8 more bytes with base bits 63:32, which the caller adds.
     pub const fn from_descriptor(selector: u16, raw: u64) -> Self {
+        // In two pieces since the 80286, whose descriptors had 24 bits of base.
         let base = ((raw >> 16) & 0xff_ffff) | ((raw >> 56) << 24);
         let raw_limit = ((raw & 0xffff) | ((raw >> 32) & 0xf_0000)) as u32;
         // Between the two parts lies the upper part of the limit.

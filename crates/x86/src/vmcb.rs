@@ -31,6 +31,7 @@ pub struct Control {
     /// Intercept vectors 0 to 5: [`InterceptCr`], [`InterceptDr`], [`Exceptions`](crate::exception::Exceptions),
     /// [`Intercept3`], [`Intercept4`], [`Intercept5`].
     pub intercepts: [u32; 6],
+    // Gaps are fields, so that the structure has no padding, which zerocopy refuses.
     _reserved1: [u32; 9],
     /// PAUSE filter threshold.
     pub pause_filter_thresh: u16,
@@ -43,8 +44,10 @@ pub struct Control {
     /// Added to the TSC when the guest reads it.
     pub tsc_offset: u64,
     /// The guest's ASID; 0 is the host's.
+    // The tag of what the TLB keeps: two guests with one number would see each other's memory.
     pub asid: u32,
     /// TLB control: 0 nothing, 1 flush all, 3 flush this ASID.
+    // Carried out by each VMRUN for as long as it is there: taken back after the entry.
     pub tlb_ctl: u8,
     _reserved2: [u8; 3],
     /// V_TPR, V_IRQ, V_GIF, V_INTR_PRIO, V_IGN_TPR, V_INTR_MASKING ... (see [`vintr`]).
@@ -54,12 +57,14 @@ pub struct Control {
     /// Interrupt shadow (bit 0) and guest interrupt mask (bit 1).
     pub int_state: u64,
     /// Why the guest exited: [`ExitCode`].
+    // All 64 bits: VMEXIT_INVALID is -1, and its lower half alone another number.
     pub exit_code: u64,
     /// First exit-specific word.
     pub exit_info_1: u64,
     /// Second exit-specific word.
     pub exit_info_2: u64,
     /// The event whose delivery was interrupted by the exit ([`event`] format).
+    // What was on its way is lost to the guest unless it is injected again.
     pub exit_int_info: u64,
     /// NPT, SEV and related enables.
     pub np_ctl: u64,
@@ -81,6 +86,7 @@ pub struct Control {
     /// Number of guest instruction bytes fetched (decode assists).
     pub insn_len: u8,
     /// The bytes of the instruction that exited.
+    // The bytes are valid after nested page faults and intercepted page faults alone.
     pub insn_bytes: [u8; 15],
     /// AVIC backing page.
     pub avic_backing_page: u64,
@@ -103,6 +109,7 @@ pub struct Save {
     pub segments: [VmcbSegment; 10],
     _reserved1: [u8; 43],
     /// Current privilege level.
+    // Apart from SS: the two differ where SS is null in 64-bit mode.
     pub cpl: u8,
     _reserved2: u32,
     /// The guest's EFER.
@@ -153,6 +160,7 @@ pub struct Save {
     pub cr2: u64,
     _reserved5: [u8; 32],
     /// Guest PAT, used with TDP.
+    // Only with nested paging: without it the guest's PAT is the host's.
     pub g_pat: u64,
     /// The guest's DEBUGCTL.
     pub dbgctl: u64,
@@ -236,6 +244,8 @@ bitflags! {
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Clean: u32 {
         /// Intercepts, TSC offset, pause filter.
+        // A bit that is set lets the CPU keep what it has: whoever changes a field of the group has
+        // to clear it.
         const INTERCEPTS = 1 << 0;
         /// IOPM and MSRPM addresses.
         const PERM_MAP = 1 << 1;
@@ -277,10 +287,12 @@ pub mod vintr {
     /// V_NMI: a virtual NMI is pending.
     pub const NMI: u32 = 1 << 11;
     /// V_NMI_MASK: virtual NMIs are masked.
+    // Set by the CPU when it delivers a virtual NMI, and cleared by the IRET.
     pub const NMI_MASK: u32 = 1 << 12;
     /// Shift of V_INTR_PRIO.
     pub const PRIO_SHIFT: u32 = 16;
     /// V_IGN_TPR: the virtual interrupt ignores V_TPR.
+    // For a window: it is to open by RFLAGS.IF alone.
     pub const IGN_TPR: u32 = 1 << 20;
     /// V_INTR_MASKING: RFLAGS.IF of the guest masks only virtual interrupts.
     pub const INTR_MASKING: u32 = 1 << 24;
@@ -299,6 +311,7 @@ pub mod event {
     /// Mask of the type, in place.
     pub const TYPE: u64 = 7 << TYPE_SHIFT;
     /// External or virtual interrupt.
+    // Type 0: a test for it has to compare the whole field.
     pub const INTR: u64 = 0 << TYPE_SHIFT;
     /// The type: an NMI.
     pub const NMI: u64 = 2 << TYPE_SHIFT;
@@ -307,6 +320,7 @@ pub mod event {
     /// Software interrupt (INTn).
     pub const SOFT: u64 = 4 << TYPE_SHIFT;
     /// An error code is pushed.
+    // A code without the bit is not pushed: the two halves of the word are looked at apart.
     pub const ERROR_VALID: u64 = 1 << 11;
     /// The event is valid.
     pub const VALID: u64 = 1 << 31;
@@ -337,6 +351,7 @@ mod exit_code {
         /// Whether the exit is an exception's.
         #[inline]
         pub const fn is_exception(self) -> bool {
+            // By range: exceptions have the 32 codes from 40h on, in the order of their vectors.
             self.0 >= Self::Excp0.0 && self.0 <= Self::Excp31.0
         }
 

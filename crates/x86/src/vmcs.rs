@@ -42,6 +42,8 @@ pub mod event {
     /// An error code is there.
     pub const ERROR_VALID: u32 = 1 << 11;
     /// Exit information: an IRET had ended the blocking of NMIs when it faulted.
+    // The IRET that faulted has ended the mask already: it has to be put back before it is done
+    // again.
     pub const NMI_UNBLOCKED: u32 = 1 << 12;
     /// The information is valid.
     pub const VALID: u32 = 1 << 31;
@@ -90,6 +92,7 @@ pub mod cr {
     /// LMSW, which writes CR0's low bits.
     pub const LMSW: u64 = 3 << ACCESS_SHIFT;
     /// Shift of the general register.
+    // The register is named by the exit: no instruction has to be fetched.
     pub const GPR_SHIFT: u32 = 8;
 }
 
@@ -116,6 +119,7 @@ pub mod ept_violation {
     /// The entries allow fetches.
     pub const EXECUTABLE: u64 = 1 << 5;
     /// The guest linear address is valid.
+    // Clear where no linear address led to the access, as for the PDPTEs of a MOV to CR3.
     pub const LINEAR_VALID: u64 = 1 << 7;
     /// With a valid linear address: the access was to its translation and not to a paging entry.
     pub const FINAL: u64 = 1 << 8;
@@ -130,6 +134,7 @@ pub mod access_rights {
     /// How far AVL, L, D/B and G lie above where [`crate::segment::attr`] has them.
     pub const HIGH_SHIFT: u32 = 4;
     /// The register cannot be used.
+    // VMX has a bit for it where SVM takes P: a null segment may be present in its other bits.
     pub const UNUSABLE: u32 = 1 << 16;
 }
 
@@ -140,6 +145,7 @@ pub mod eptp {
     /// The tables have four levels.
     pub const LEVELS_4: u64 = 3 << 3;
     /// Accessed and dirty flags.
+    // With it the CPU's own walks of the guest's tables are writes to EPT.
     pub const ACCESSED_DIRTY: u64 = 1 << 6;
 }
 
@@ -148,6 +154,7 @@ pub mod invept {
     /// One EPT pointer.
     pub const SINGLE: u64 = 1;
     /// The translations of all EPT pointers.
+    // Of all roots: what is left to a CPU that cannot flush one alone.
     pub const ALL: u64 = 2;
 }
 

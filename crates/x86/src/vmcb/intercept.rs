@@ -48,6 +48,7 @@ bitflags! {
         /// Virtual interrupt (the window).
         const VINTR = 1 << 4;
         /// CR0 writes that change more than TS and MP.
+        // TS and MP change with each switch of a task's FPU, which nobody needs to see.
         const CR0_SEL_WRITE = 1 << 5;
         /// The instruction RDPMC exits.
         const RDPMC = 1 << 15;
@@ -68,6 +69,7 @@ bitflags! {
         /// The instruction INVLPGA exits.
         const INVLPGA = 1 << 26;
         /// I/O ports by permission map.
+        // Without the bit no map is looked at, and every port is the guest's.
         const IOIO = 1 << 27;
         /// MSRs by permission map.
         const MSR = 1 << 28;
@@ -83,6 +85,7 @@ bitflags! {
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Intercept4: u32 {
         /// VMRUN; must be set.
+        // A guest's VMRUN would enter any block that it names, with the host's own rights.
         const VMRUN = 1 << 0;
         /// The instruction VMMCALL exits.
         const VMMCALL = 1 << 1;

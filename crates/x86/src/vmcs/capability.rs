@@ -59,6 +59,8 @@ pub struct VmxBasic(pub u64);
 impl VmxBasic {
     /// The revision that a VMCS and a VMXON region begin with.
     pub const fn revision(self) -> u32 {
+        // Bit 31 of the region's first word is the shadow VMCS's mark, and always 0 here (SDM vol.
+        // 3C §A.1).
         self.0 as u32 & 0x7fff_ffff
     }
 
@@ -101,6 +103,7 @@ impl Allowed {
     /// `required` and what of `wanted` there is, with the bits that must be 1. `Err`: the required
     /// bits that are missing.
     pub const fn choose(self, required: u32, wanted: u32) -> Result<u32, u32> {
+        // Told by bits: the log then names what the CPU lacks.
         let missing = required & !self.may();
         if missing != 0 {
             return Err(missing);
@@ -117,6 +120,7 @@ pub struct VmxMisc(pub u64);
 impl VmxMisc {
     /// The preemption timer counts down by one whenever this bit of the TSC changes.
     pub const fn timer_shift(self) -> u8 {
+        // The timer counts down at the TSC's rate divided by two to this power.
         self.0 as u8 & 0x1f
     }
 }

@@ -11,6 +11,7 @@ bitflags! {
         /// NMIs of the host exit.
         const NMI = 1 << 3;
         /// NMI blocking is that of virtual NMIs.
+        // With it the NMI mask is the guest's, and an IRET ends it without an exit.
         const VIRTUAL_NMIS = 1 << 5;
         /// The preemption timer counts.
         const PREEMPTION_TIMER = 1 << 6;
@@ -49,6 +50,7 @@ bitflags! {
         /// MOV from CR8 exits.
         const CR8_STORE = 1 << 20;
         /// The virtual-APIC page holds the task priority.
+        // CR8 is then the virtual-APIC page's, and needs no exit.
         const TPR_SHADOW = 1 << 21;
         /// Exit when an NMI can be taken.
         const NMI_WINDOW = 1 << 22;
@@ -67,6 +69,7 @@ bitflags! {
         /// Every PAUSE exits.
         const PAUSE = 1 << 30;
         /// The secondary controls are used.
+        // Without it the CPU takes the secondary controls for zeros, whatever the field holds.
         const SECONDARY = 1 << 31;
         /// Bits whose meaning is not listed here.
         const _ = !0;
@@ -90,6 +93,8 @@ bitflags! {
         /// Every WBINVD exits.
         const WBINVD = 1 << 6;
         /// The guest may run without paging or protection.
+        // Real mode and protected mode without paging by the CPU; without it the emulator has to do
+        // that.
         const UNRESTRICTED_GUEST = 1 << 7;
         /// APIC registers are virtualised.
         const APIC_REGISTERS = 1 << 8;
@@ -135,10 +140,13 @@ bitflags! {
         /// DR7 and DEBUGCTL are saved.
         const SAVE_DEBUG = 1 << 2;
         /// The host runs in 64-bit mode.
+        // Said of the host: an exit to it is in 64-bit mode or fails.
         const HOST_64 = 1 << 9;
         /// PERF_GLOBAL_CTRL is loaded.
         const LOAD_PERF_GLOBAL_CTRL = 1 << 12;
         /// The interrupt is acknowledged.
+        // Without it the interrupt stays with the host's local APIC, which delivers it when
+        // interrupts are on again.
         const ACKNOWLEDGE_INTERRUPT = 1 << 15;
         /// PAT is saved.
         const SAVE_PAT = 1 << 18;

@@ -194,6 +194,7 @@ const fn run_from(mut word: usize) -> Option<(Run, usize)> {
         while end + 1 < BYTES / 4 && WORDS[end] && WORDS[end + 1] {
             end += 2;
         }
+        // A pair of which only the first half is written: four bytes alone.
         if end == word {
             end = word + 1;
         }

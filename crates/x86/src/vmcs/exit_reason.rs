@@ -82,6 +82,7 @@ impl ExitReason {
     /// The basic reason in the exit-reason field.
     #[inline]
     pub const fn of(field: u32) -> Self {
+        // The upper half has flags, of which that of a failed entry is looked at before.
         Self(field as u16)
     }
 }

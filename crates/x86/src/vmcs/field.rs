@@ -21,6 +21,7 @@ pub trait Width {
 
 impl Width for u16 {
     type Value = Self;
+    // The encoding's own code for the width, bits 14:13 (SDM vol. 3C §25.11.2).
     const CODE: u32 = 0;
     #[inline]
     fn from_raw(raw: u64) -> Self {
@@ -39,6 +40,7 @@ impl Width for u64 {
 
 impl Width for u32 {
     type Value = Self;
+    // Not in the order of the sizes: 32 bits came after 64 in the encoding.
     const CODE: u32 = 2;
     #[inline]
     fn from_raw(raw: u64) -> Self {
@@ -126,6 +128,7 @@ macro_rules! place {
         None
     };
     ($offset:literal $group:ident) => {
+        // Each access exits: a shadow VMCS is not filled with the field.
         Some(Place { offset: $offset, group: Group::$group, shadow: Shadow::No })
     };
     ($offset:literal $group:ident read) => {

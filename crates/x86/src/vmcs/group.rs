@@ -50,6 +50,7 @@ impl Groups {
     /// The set of one group.
     #[inline]
     pub const fn of(group: Group) -> Self {
+        // Fifteen groups: sixteen bits hold a set.
         Self(1 << group as u16)
     }
 

@@ -25,6 +25,7 @@ const SLOTS: usize = 512;
 
 /// Where an encoding stands in the table: width, area and the lowest five bits of the index.
 const fn slot(encoding: u64) -> usize {
+    // Width, type and five bits of index: no field of the table has more, as is asserted below.
     ((encoding >> 13 & 3) << 7 | (encoding >> 10 & 3) << 5 | encoding >> 1 & 31) as usize
 }
 
@@ -65,7 +66,9 @@ pub struct Named {
 /// index has values, so that a guess of the CPU stays within it too.
 #[inline]
 pub fn find(encoding: u64) -> Option<Named> {
+    // The mask bounds the index for the compiler: L1 chooses the encoding.
     let place = PLACES[slot(encoding) & (SLOTS - 1)]?;
+    // Behind the look-up, which drops these bits: an encoding with one of them set names no field.
     if encoding & !ENCODING != 0 {
         return None;
     }
