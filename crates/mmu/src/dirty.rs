@@ -4,10 +4,11 @@
 //! writing, so that "bit taken" and "page write-protected" happen as one (KVM API §4.8).
 
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU64, Ordering, fence};
 
 use host::GuestIndex;
 use host::error::NoMemory;
+
+use crate::atomic::{AtomicU64, Ordering, fence};
 
 /// One bit per page of a memslot, in words of 64.
 #[derive(Debug)]
@@ -56,7 +57,8 @@ impl DirtyBitmap {
     pub fn take(&self, word_index: usize) -> u64 {
         match GuestIndex::from(word_index).of(&self.words) {
             // Mostly clean words: a load is cheaper than a locked exchange.
-            Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::Relaxed),
+            // SeqCst: who takes looks at the page after that, and not before; see `mark`.
+            Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::SeqCst),
             _ => 0,
         }
     }
@@ -65,7 +67,7 @@ impl DirtyBitmap {
     pub fn take_masked(&self, word_index: usize, mask: u64) -> u64 {
         match GuestIndex::from(word_index).of(&self.words) {
             // A caller that takes nothing must not pull the line over for writing.
-            Some(word) if mask != 0 => word.fetch_and(!mask, Ordering::Relaxed) & mask,
+            Some(word) if mask != 0 => word.fetch_and(!mask, Ordering::SeqCst) & mask,
             _ => 0,
         }
     }
@@ -83,6 +85,15 @@ impl DirtyBitmap {
     #[inline]
     fn word(&self, index: u64) -> Option<&AtomicU64> {
         GuestIndex::new(index >> 6).of(&self.words)
+    }
+}
+
+/// The steps by which a log begins anew: what CPUs have logged until now is gathered, bits are taken and their pages watched,
+/// and CPUs that still write by older translations are flushed. `take`: whether that is needed.
+pub fn begin_anew(gather: impl FnOnce(), take: impl FnOnce() -> bool, flush: impl FnOnce()) {
+    gather();
+    if take() {
+        flush();
     }
 }
 

@@ -10,6 +10,11 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+/// The words that CPUs share. The models of `tests/models` compile files of this crate with others in their place.
+mod atomic {
+    pub(crate) use core::sync::atomic::{AtomicU64, Ordering, fence};
+}
+
 pub mod dirty;
 pub mod fetch;
 pub mod format;
@@ -24,7 +29,7 @@ pub mod table;
 pub mod tdp;
 pub mod walk;
 
-pub use dirty::DirtyBitmap;
+pub use dirty::{DirtyBitmap, begin_anew};
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
 pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};

@@ -244,6 +244,24 @@ pub fn leave_in_order<T>(marked: T, after: T, mut publish: impl FnMut(T), withdr
     publish(after);
 }
 
+/// The steps of a change of slots, of which some are logged after it, or none. The CPUs' logs are on before the first page
+/// that only they watch, and off after the last; and `settle`, which watches pages or gives them free, comes when nobody maps
+/// by what was published before.
+pub fn change_in_order<P>(
+    logs: bool,
+    mut log_pages: impl FnMut(bool),
+    publish: impl FnOnce() -> P,
+    settle: impl FnOnce(P),
+) {
+    if logs {
+        log_pages(true);
+    }
+    settle(publish());
+    if !logs {
+        log_pages(false);
+    }
+}
+
 impl Change {
     /// Whether the region describes what is there already.
     pub fn is_nothing(&self) -> bool {

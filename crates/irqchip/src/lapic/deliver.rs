@@ -5,14 +5,13 @@
 //! something is there; the owner, who looks at the hint alone on its way into the guest, drops the hint first
 //! and looks at the bits after. So whoever comes second leaves the hint set.
 
-use core::sync::atomic::Ordering::*;
-
 use x86::{
     Vector,
     apic::{esr, lvt},
 };
 
 use super::Lapic;
+use crate::atomic::Ordering::*;
 use crate::message::{DeliveryMode, IrqMessage, Trigger};
 
 /// What became of a message at one APIC.

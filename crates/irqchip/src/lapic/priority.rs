@@ -1,14 +1,13 @@
 //! Interrupts in service: processor priority, ISR, end of interrupt. SDM vol. 3A §10.8. Only the owner calls
 //! these; they are the hot half of the APIC.
 
-use core::sync::atomic::Ordering::*;
-
 use x86::{
     Vector,
     apic::{VectorWords, svr},
 };
 
 use super::{FEATURE_DIRECTED_EOI, Lapic, LapicEffect};
+use crate::atomic::Ordering::*;
 
 impl Lapic {
     /// A vector that was taken has been delivered: it is in service.

@@ -3,8 +3,6 @@
 //!
 //! A write changes the APIC and answers with what its owner has to do about it.
 
-use core::sync::atomic::{AtomicU32, Ordering::*};
-
 use host::GuestIndex;
 use x86::{
     Vector,
@@ -16,6 +14,7 @@ use super::{
     FEATURE_CMCI, FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector,
     TimerChange,
 };
+use crate::atomic::{AtomicU32, Ordering::*};
 use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger};
 
 /// x2APIC interrupt command register, 64 bits.

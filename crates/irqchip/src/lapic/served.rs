@@ -3,14 +3,13 @@
 //! [`Lapic::take_back`]. Meanwhile senders put requests in as ever, and the owner passes them on
 //! ([`Lapic::drain`]). Only the owner calls these.
 
-use core::sync::atomic::Ordering::*;
-
 use x86::{
     Vector,
     apic::{Interrupts, VectorWords},
 };
 
 use super::{Lapic, LapicEffect};
+use crate::atomic::Ordering::*;
 
 impl Lapic {
     /// Takes out all that is requested.

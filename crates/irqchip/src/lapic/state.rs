@@ -3,12 +3,11 @@
 //! 1024 bytes, each register in the first four of sixteen bytes at its xAPIC offset. In x2APIC
 //! mode the id stands in bits 31:24, as in xAPIC mode, unless user space enabled 32-bit ids.
 
-use core::sync::atomic::Ordering::*;
-
 use x86::apic::{lvt, reg, svr};
 
 use super::regs::{LVT_COUNT, LVT_WRITABLE};
 use super::{FEATURE_CMCI, Lapic, LapicMode, LocalVector, TimerOp};
+use crate::atomic::Ordering::*;
 
 /// Bytes in a saved register page.
 pub const REGISTER_PAGE: usize = 1024;

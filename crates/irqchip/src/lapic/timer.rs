@@ -19,11 +19,10 @@
 
 mod countdown;
 
-use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
-
 use x86::apic::lvt;
 
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
+use crate::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 /// How long before a guarded deadline the host timer fires: what the owner needs to look whether there is a
 /// later one. It waits for the rest of that time.
@@ -151,7 +150,7 @@ impl TimerOp {
 }
 
 impl Timer {
-    pub(super) const fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             expiry_ns: AtomicU64::new(0),
             armed_ns: AtomicU64::new(0),

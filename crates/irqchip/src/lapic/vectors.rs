@@ -2,10 +2,10 @@
 //! time, so there are locked operations for shared sets and plain ones for those that only the
 //! owner changes.
 
-use core::sync::atomic::{AtomicU64, Ordering::*};
-
 use host::GuestIndex;
 use x86::apic::VectorWords;
+
+use crate::atomic::{AtomicU64, Ordering::*};
 
 /// 256 bits in four words.
 #[derive(Default)]

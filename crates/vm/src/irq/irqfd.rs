@@ -173,7 +173,14 @@ impl Default for IrqFds {
     }
 }
 
-/// Drops those that `condemned` says. The watch goes first, so that the line stays down.
+/// The steps by which an irqfd goes: first nobody hears of its signals any more, then `lower` takes back what they have raised, so
+/// that the line stays down.
+pub fn disconnect_in_order<W>(watch: W, lower: impl FnOnce()) {
+    drop(watch);
+    lower();
+}
+
+/// Drops those that `condemned` says.
 fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> bool) {
     let mut index = 0;
     while let Some(irqfd) = list.get(index) {
@@ -183,10 +190,11 @@ fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> 
         }
         let IrqFd { watch, resample } = list.swap_remove(index);
         let gsi = watch.gsi;
-        drop(watch);
-        if let Some(resample) = resample {
-            remove_resampler(core, gsi, &resample);
-        }
+        disconnect_in_order(watch, || {
+            if let Some(resample) = resample {
+                remove_resampler(core, gsi, &resample);
+            }
+        });
         // A VMM may have thousands of them.
         task::cond_resched();
     }

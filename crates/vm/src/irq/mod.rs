@@ -31,7 +31,7 @@ pub use self::{
     coalesced::{Coalesced, MAX_ZONES, RING_ENTRIES, Zone, ZoneError},
     controllers::{IrqCore, Irqchip, SharedCore, Source},
     ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_AT_ADDRESS, MAX_IOEVENTFDS, Space},
-    irqfd::{IrqFdError, IrqFds},
+    irqfd::{IrqFdError, IrqFds, disconnect_in_order},
     resample::{MAX_RESAMPLERS, Owing},
 };
 

@@ -20,11 +20,11 @@ use core::sync::atomic::Ordering;
 
 use host::task;
 use mmu::tdp::{FlushRemote, Zapper};
-use mmu::{DirtyBitmap, MemSlot};
+use mmu::{DirtyBitmap, MemSlot, begin_anew};
 use x86::{Gfn, Gpa};
 
 use super::VmMemory;
-use super::invalidate::Invalidations;
+use super::under_way::Invalidations;
 
 /// Why there is no dirty log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,11 +53,11 @@ impl VmMemory {
         let _held = self.slots_lock.lock();
         let slots = self.slots();
         let (slot, log) = logging(&slots, slot)?;
-        // First of all: what a CPU has logged until now must be among the bits.
-        self.gather_log(flush);
         let mut taken = Vec::new();
         taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
         if !protect {
+            // What a CPU has logged until now must be among the bits.
+            self.gather_log(flush);
             // In stretches, as below: a terabyte's log has four million words.
             while taken.len() < log.words() {
                 taken.extend((taken.len()..log.words()).take(STRETCH).map(|n| log.peek(n)));
@@ -65,22 +65,23 @@ impl VmMemory {
             }
             return Ok(taken);
         }
-        let mut any = false;
-        while taken.len() < log.words() {
-            let mut zapper = self.tdp.zapper();
-            for n in (taken.len()..log.words()).take(STRETCH) {
-                let bits = log.take(n);
-                any |= bits != 0 && self.protect(&mut zapper, word_base(slot, n), bits);
-                taken.push(bits);
+        let take = || {
+            let mut any = false;
+            while taken.len() < log.words() {
+                let mut zapper = self.tdp.zapper();
+                for n in (taken.len()..log.words()).take(STRETCH) {
+                    let bits = log.take(n);
+                    any |= bits != 0 && self.protect(&mut zapper, word_base(slot, n), bits);
+                    taken.push(bits);
+                }
+                drop(zapper);
+                task::cond_resched();
             }
-            drop(zapper);
-            task::cond_resched();
-        }
+            any
+        };
         // One flush for all: the generation and the IPIs cost the same for one page and for a
         // terabyte.
-        if any {
-            self.tdp.zapper().flush(flush);
-        }
+        begin_anew(|| self.gather_log(flush), take, || self.tdp.zapper().flush(flush));
         Ok(taken)
     }
 
@@ -103,23 +104,22 @@ impl VmMemory {
         }
         let (from, words) = ((first >> 6) as usize, count.div_ceil(64) as usize);
         let mask = mask.get(..words).ok_or(DirtyLogError::Invalid)?;
-        self.gather_log(flush);
-        let mut any = false;
-        let mut at = 0;
-        while at < words {
-            let mut zapper = self.tdp.zapper();
-            for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
-                // Only what was set: a page whose bit is clear has been watched since it was taken.
-                let bits = log.take_masked(from + n, *wanted);
-                any |= bits != 0 && self.protect(&mut zapper, word_base(slot, from + n), bits);
+        let take = || {
+            let (mut any, mut at) = (false, 0);
+            while at < words {
+                let mut zapper = self.tdp.zapper();
+                for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
+                    // Only what was set: a page whose bit is clear has been watched since it was taken.
+                    let bits = log.take_masked(from + n, *wanted);
+                    any |= bits != 0 && self.protect(&mut zapper, word_base(slot, from + n), bits);
+                }
+                drop(zapper);
+                at = at.saturating_add(STRETCH);
+                task::cond_resched();
             }
-            drop(zapper);
-            at = at.saturating_add(STRETCH);
-            task::cond_resched();
-        }
-        if any {
-            self.tdp.zapper().flush(flush);
-        }
+            any
+        };
+        begin_anew(|| self.gather_log(flush), take, || self.tdp.zapper().flush(flush));
         Ok(())
     }
 

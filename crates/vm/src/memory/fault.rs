@@ -14,14 +14,12 @@
 //! Why a fault that lost is not tried again here: the guest takes it again by itself, with signals and requests
 //! looked at in between. A VMM that invalidates without end then stops its own guest and nobody's CPU.
 
-use core::sync::atomic::Ordering;
-
 use host::gup::{GupError, HostPage, Patience, fault_in, signal_poisoned};
 use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapper, Mapping, Thoroughness, pages_per};
 use mmu::{MemSlot, TableCache, Wanted};
 use x86::{Direction, Gfn, Gpa, Hva};
 
-use super::invalidate::Invalidations;
+use super::under_way::Invalidations;
 use super::{MemoryError, VmMemory};
 
 /// A TDP fault, as the hardware tells it.
@@ -81,11 +79,11 @@ impl VmMemory {
         }
         let hva = slot.hva_of(gfn);
         // Before the host's page table is read: what changes there later shows in the count.
-        let sequence = self.sequence.load(Ordering::Acquire);
+        let ended = self.ended.now();
         let fresh = cache.run().is_fresh(gfn);
         let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
         match find_page(hva, Direction::write_if(access.write), patience) {
-            Ok(page) => self.install(cache, access, (slot, hva), sequence, &page, flush),
+            Ok(page) => self.install(cache, access, (slot, hva), ended, &page, flush),
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
             Err(GupError::HwPoison) => {
@@ -113,7 +111,7 @@ impl VmMemory {
         cache: &mut TableCache,
         access: &FaultAccess,
         (slot, hva): (&MemSlot, Hva),
-        sequence: u64,
+        ended: u64,
         page: &HostPage,
         flush: &(impl FlushRemote + ?Sized),
     ) -> FaultOutcome {
@@ -147,8 +145,8 @@ impl VmMemory {
         let first = hva.0 & !(span - 1);
         loop {
             let mapper = self.tdp.mapper();
-            let withdrawn = mapper.state().touch(Hva(first), Hva(first.wrapping_add(span)));
-            if withdrawn || self.sequence.load(Ordering::Acquire) != sequence {
+            let end = Hva(first.wrapping_add(span));
+            if mapper.state().refuse(Hva(first), end, &self.ended, ended) {
                 return FaultOutcome::Retry;
             }
             match mapper.map(gfn, &mapping, cache) {

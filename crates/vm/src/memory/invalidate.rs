@@ -11,46 +11,11 @@
 //! invalidation runs is refused by the range; one that read it before the end may hold what the host has just
 //! taken away, and has to see another count.
 
-use core::sync::atomic::Ordering;
-
 use mmu::tdp::{FlushRemote, Thoroughness};
 use mmu::{Marks, MemSlots};
 use x86::{Gfn, Hva};
 
 use super::{Pace, VmMemory};
-
-/// The invalidations that are under way. Kept under the MMU lock.
-#[derive(Debug, Default)]
-pub struct Invalidations {
-    /// How many invalidations run.
-    running: u64,
-    /// A range that covers all of them.
-    start: u64,
-    end: u64,
-}
-
-impl Invalidations {
-    /// Whether an invalidation under way may touch `start..end`.
-    #[inline]
-    pub fn touch(&self, start: Hva, end: Hva) -> bool {
-        self.running != 0 && start.0 < self.end && self.start < end.0
-    }
-
-    fn begin(&mut self, start: Hva, end: Hva) {
-        if self.running == 0 {
-            (self.start, self.end) = (start.0, end.0);
-        } else {
-            self.start = self.start.min(start.0);
-            self.end = self.end.max(end.0);
-        }
-        self.running = self.running.saturating_add(1);
-    }
-
-    fn finish(&mut self) {
-        // Saturating: an end without its start must not make the count huge.
-        self.running = self.running.saturating_sub(1);
-    }
-}
 
 /// Calls `each` for the frames that the host range backs, slot by slot. A slot that leaves is among them
 /// until nothing of it is mapped.
@@ -87,8 +52,7 @@ impl VmMemory {
         // Both under the lock for writing: a fault that holds it for reading sees the count as it
         // was and the range still running, or both changes.
         let mut zapper = self.tdp.zapper();
-        self.sequence.fetch_add(1, Ordering::Release);
-        zapper.state_mut().finish();
+        zapper.state_mut().finish(&self.ended);
     }
 
     /// Whether pages of `start..end` were accessed by the guest; forgets it.

@@ -26,8 +26,9 @@ mod roots;
 pub mod shadow;
 #[cfg(test)]
 mod tests;
+mod under_way;
 
-use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicBool, AtomicU32};
 
 use host::arc::Arc;
 use host::boxed::KBox;
@@ -36,7 +37,7 @@ use host::once::Once;
 use host::srcu::{Srcu, SrcuGuard};
 use host::sync::Mutex;
 use host::task;
-use mmu::slots::Published;
+use mmu::slots::{Change, Published, change_in_order};
 use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
 use mmu::{
     Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags, TableCache,
@@ -46,9 +47,9 @@ use x86::{Gfn, Gpa, Hpa, Hva};
 
 pub use dirty_log::DirtyLogError;
 pub use fault::{FaultAccess, FaultOutcome};
-use invalidate::Invalidations;
 pub use nested::NestedOutcome;
 pub use shadow::ShadowOutcome;
+use under_way::{Ended, Invalidations};
 
 /// Why guest memory cannot be reached. `kvm-abi` maps it to errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,8 +86,8 @@ pub struct VmMemory {
     slots: Srcu<MemSlots>,
     slots_lock: Mutex<()>,
     limits: RegionLimits,
-    /// Counts ended invalidations; a fault that spans one is taken again.
-    sequence: AtomicU64,
+    /// A fault that spans the end of an invalidation is taken again.
+    ended: Ended,
     tdp: Tdp<Invalidations>,
     /// Shadow pages, when the hardware is not given the TDP tables.
     shadow: Option<KBox<ShadowMmu>>,
@@ -149,7 +150,7 @@ impl VmMemory {
             slots,
             slots_lock: Mutex::new(()),
             limits: RegionLimits { frames, ..limits },
-            sequence: AtomicU64::new(0),
+            ended: Ended::default(),
             tdp,
             shadow,
             nested: Once::new(),
@@ -199,30 +200,30 @@ impl VmMemory {
         if change.is_nothing() {
             return Ok(());
         }
-        let logs = change.logs();
-        if logs {
-            // Before the slot is published: its first clean leaf must find every CPU's log on.
-            self.log_pages(true, flush);
-        }
         // Once publish() returns, no fault that saw the old slots is under way; so nothing that is
-        // withdrawn below can come back.
-        let published = change.publish(&self.slots, |old| {
-            self.zap_slot(old, flush);
-            self.forget_shadow_of(old);
-        });
-        // Only the log was switched: the frames behind the slot are the same as before.
-        if let Published::Flags(old, new) = published {
-            if new.flags.contains(SlotFlags::LOG_DIRTY) {
-                self.watch_slot(&old, flush);
-            } else {
-                // Large pages come back with the next faults.
-                self.zap_slot(&old, flush);
-            }
-        }
-        // After the slot has stopped logging: until then a CPU's log has to be complete.
-        if !logs {
-            self.log_pages(false, flush);
-        }
+        // withdrawn after it can come back.
+        let publish = |change: Change| {
+            change.publish(&self.slots, |old| {
+                self.zap_slot(old, flush);
+                self.forget_shadow_of(old);
+            })
+        };
+        change_in_order(
+            change.logs(),
+            |on| self.log_pages(on, flush),
+            || publish(change),
+            |published| {
+                // Only the log was switched: the frames behind the slot are the same as before.
+                if let Published::Flags(old, new) = published {
+                    if new.flags.contains(SlotFlags::LOG_DIRTY) {
+                        self.watch_slot(&old, flush);
+                    } else {
+                        // Large pages come back with the next faults.
+                        self.zap_slot(&old, flush);
+                    }
+                }
+            },
+        );
         self.adapt_shadow_limit(flush);
         Ok(())
     }

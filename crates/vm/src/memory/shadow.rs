@@ -21,7 +21,7 @@ use mmu::{
 };
 use x86::{Exception, Gfn, Gpa};
 
-use super::invalidate::Invalidations;
+use super::under_way::Invalidations;
 use super::{FaultAccess, FaultOutcome, MemoryError, VmMemory};
 use crate::mode::WithdrawFirst;
 use crate::vcpu_shared::VcpuShared;

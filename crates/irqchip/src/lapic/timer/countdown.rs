@@ -1,11 +1,10 @@
 //! The counting registers of the APIC timer, one-shot and periodic: initial count, current count and
 //! divide configuration. SDM vol. 3A §10.5.4.
 
-use core::sync::atomic::Ordering::*;
-
 use x86::apic::lvt;
 
 use super::{BY_TSC, Timer, TimerChange, TimerOp};
+use crate::atomic::Ordering::*;
 use crate::lapic::{Lapic, LocalVector};
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
