@@ -191,32 +191,33 @@ impl<'a> View<'a> {
             return false;
         }
         let at = base.wrapping_add(offset);
+        // Release: a guest that sees one store sees those before it, as it would of another CPU (`pv::Shared`).
         match *from {
             [a, b, c, d, e, f, g, h] if offset & 7 == 0 => {
                 let word = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
                 // SAFETY: the page is mapped and the guest's while this view lives; the word is
                 // aligned and within it; the leaf is writable, so the page may be written.
-                unsafe { &*at.cast::<AtomicU64>() }.store(word, Ordering::Relaxed);
+                unsafe { &*at.cast::<AtomicU64>() }.store(word, Ordering::Release);
             }
             [a, b, c, d] if offset & 3 == 0 => {
                 let word = u32::from_le_bytes([a, b, c, d]);
                 // SAFETY: the page is mapped and the guest's while this view lives; the word is
                 // aligned and within it; the leaf is writable, so the page may be written.
-                unsafe { &*at.cast::<AtomicU32>() }.store(word, Ordering::Relaxed);
+                unsafe { &*at.cast::<AtomicU32>() }.store(word, Ordering::Release);
             }
             _ if (offset | from.len()) & 7 == 0 => {
                 for (n, bytes) in from.as_chunks::<8>().0.iter().enumerate() {
                     let word = u64::from_le_bytes(*bytes);
                     // SAFETY: the page is mapped and the guest's while this view lives; the word is
                     // aligned and within it; the leaf is writable, so the page may be written.
-                    unsafe { &*at.cast::<AtomicU64>().add(n) }.store(word, Ordering::Relaxed);
+                    unsafe { &*at.cast::<AtomicU64>().add(n) }.store(word, Ordering::Release);
                 }
             }
             _ => {
                 for (n, byte) in from.iter().enumerate() {
                     // SAFETY: the page is mapped and the guest's while this view lives; the byte
                     // is within it; the leaf is writable, so the page may be written.
-                    unsafe { &*at.add(n).cast::<AtomicU8>() }.store(*byte, Ordering::Relaxed);
+                    unsafe { &*at.add(n).cast::<AtomicU8>() }.store(*byte, Ordering::Release);
                 }
             }
         }
