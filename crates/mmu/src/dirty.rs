@@ -19,6 +19,7 @@ pub struct DirtyBitmap {
 impl DirtyBitmap {
     /// A bitmap for `npages` pages, all clean.
     pub fn new(npages: u64) -> Result<Self, NoMemory> {
+        // Fallible: the VMM chooses the size, and 2^31 pages are 256 MiB of bits.
         let count = usize::try_from(npages.div_ceil(64)).map_err(|_| NoMemory)?;
         let mut words = Vec::new();
         words.try_reserve_exact(count)?;
@@ -58,6 +59,8 @@ impl DirtyBitmap {
         match GuestIndex::from(word_index).of(&self.words) {
             // Mostly clean words: a load is cheaper than a locked exchange.
             // SeqCst: who takes looks at the page after that, and not before; see `mark`.
+            // Exchanged, not loaded and cleared: a bit that is set in between stays for the next
+            // time.
             Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::SeqCst),
             _ => 0,
         }

@@ -164,6 +164,7 @@ impl CodeFetch {
     /// Sixteen bytes, on the conditions of [`CodeFetch::first_bytes`].
     #[inline(always)]
     pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
+        // The product's top three bits, so the index is below WAYS.
         let way = &self.ways[slot(mode, rip)];
         if !way.is_for(mode, rip) {
             return None;
@@ -220,6 +221,8 @@ impl CodeFetch {
         // Only now do the steps hold: a walk that was given up half way must leave no trail that
         // matches.
         trail.arrive(view, &code);
+        // The page of RIP, not that of the fetch's end: bytes behind it are asked for by another
+        // RIP.
         let page = rip >> 12;
         // What was read goes by the trail as well, so that the first fetch and all later ones see
         // the same page.
@@ -242,6 +245,7 @@ impl GuestMemory for Tracer<'_> {
 
     fn read_u64(&self, gpa: Gpa) -> Result<u64, ()> {
         let page = page_of(self.view, gpa).ok_or(())?;
+        // Tried, though a walk does not nest: nothing here may panic.
         let mut trail = self.trail.try_borrow_mut().map_err(|_| ())?;
         trail.step_u64(self.view, &page, gpa.page_offset()).ok_or(())
     }

@@ -109,6 +109,7 @@ impl Format {
     pub const fn npt(levels: u8, encryption: u64) -> Self {
         let encryption = encryption & ADDRESS;
         Self {
+            // USER in each: the CPU takes every nested walk for an access of CPL 3.
             leaf: pte::PRESENT | pte::USER,
             exec: 0,
             no_exec: pte::NX,
@@ -234,10 +235,13 @@ impl Format {
         (hpa.0 & ADDRESS)
             | self.leaf
             | if bits.exec && self.may_execute(level) { self.exec } else { self.no_exec }
+            // Marked by a bit of software's, since no bit of NPT's tells device memory.
             | if bits.direct { self.direct } else { self.device | NO_DIRECT_MAP }
             | when(bits.writable, WRITABLE)
             | when(bits.accessed, self.accessed)
             | when(bits.dirty, self.dirty)
+            // At the last level bit 7 is PAT in the ordinary format, so it says the size only
+            // above.
             | when(level > 1, LARGE)
     }
 

@@ -25,6 +25,8 @@ impl Grant {
     /// What an EPT entry allows. [`Grant::U`] is the right to read.
     #[inline]
     pub const fn of_ept(entry: u64) -> Self {
+        // One bit each to the place that the ordinary format has it at, so that all else works on
+        // both.
         let [read, write, fetch] = [entry as u8 & 1, entry as u8 >> 1 & 1, entry as u8 >> 2 & 1];
         Self(read << 2 | write << 1 | fetch)
     }

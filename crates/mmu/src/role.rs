@@ -59,6 +59,7 @@ impl PagingContext {
         if !self.is_long_mode() {
             return true;
         }
+        // Bits 63:57 or 63:48 must repeat the highest address bit.
         let unused = if self.cr4.contains(Cr4::LA57) { 7 } else { 16 };
         ((va << unused) as i64 >> unused) as u64 == va
     }
@@ -388,6 +389,8 @@ impl Role {
     #[inline]
     pub fn below(self, index: usize, grant: Grant) -> Self {
         let level = (self.0 & Self::LEVEL).saturating_sub(1);
+        // A table that is reached with other rights makes another page, so that a leaf's bits are
+        // right by themselves.
         let child = Self((self.0 & !Self::LEVEL) | level).granting(self.grant().and(grant));
         // A 4-byte entry covers two shadow entries: the lower one is the table's first half.
         if self.is_narrow() { child.in_quadrant(index & 1) } else { child }

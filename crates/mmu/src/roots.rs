@@ -122,6 +122,7 @@ impl<R> RootCache<R> {
     /// latest of the previous ones.
     #[inline]
     pub fn switch(&mut self, key: RootKey) -> Option<&R> {
+        // The current root first: most writes of control registers change nothing of the key.
         for n in 0..PLACES {
             if matches!(self.nth(n), Some((known, _)) if *known == key) {
                 self.order = self.order.to_front(n);
@@ -136,6 +137,7 @@ impl<R> RootCache<R> {
         // A free place first: a root dropped without need has its pages compared when it is wanted
         // again.
         let free = (0..PLACES).find(|n| self.nth(*n).is_none());
+        // Without a free place the root goes that was used longest ago.
         self.order = self.order.to_front(free.unwrap_or(PREVIOUS));
         self.places[self.order.place(0) % PLACES].replace((key, root)).map(|(_, root)| root)
     }
@@ -151,6 +153,7 @@ impl<R> RootCache<R> {
         for n in 0..PLACES {
             if self.nth(n).is_some_and(|(key, root)| stale(key, root)) {
                 let place = &mut self.places[self.order.place(n) % PLACES];
+                // The place keeps its rank: the next insert finds it free wherever it stands.
                 return place.take().map(|(_, root)| root);
             }
         }

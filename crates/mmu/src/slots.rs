@@ -116,12 +116,14 @@ impl MemSlot {
 
     /// The frames `first..end` of this slot that the host range `start..end` backs.
     pub fn frames_of(&self, start: Hva, end: Hva) -> Option<(Gfn, Gfn)> {
+        // The range is the host's and may reach beyond the slot on either side, so it is cut to it.
         let bytes = self.npages << 12;
         let from = start.0.saturating_sub(self.hva.0).min(bytes);
         let to = end.0.saturating_sub(self.hva.0).min(bytes);
         if from >= to {
             return None;
         }
+        // A page that is touched in part counts whole: the host takes back pages, not bytes.
         let first = self.base.0.wrapping_add(from >> 12);
         Some((Gfn(first), Gfn(self.base.0.wrapping_add(to.div_ceil(4096)))))
     }
@@ -132,6 +134,8 @@ impl MemSlot {
     pub fn max_level(&self, gfn: Gfn, at_most: u8) -> u8 {
         let mut level = at_most.clamp(1, 3);
         while level > 1 {
+            // The host maps a large page only where its own address is aligned. So both addresses
+            // must have the same place within a large page, as stock KVM asks too.
             let pages = 1u64 << (9 * (u32::from(level) - 1));
             let first = gfn.0 & !(pages - 1);
             let skew = (self.base.0 ^ (self.hva.0 >> 12)) & (pages - 1);
@@ -372,9 +376,11 @@ impl MemSlots {
     /// What `region` asks for (KVM API §4.35). Nothing is changed until it is published.
     pub fn change(&self, region: &Region, limits: &RegionLimits) -> Result<Change, SlotError> {
         let flags = SlotFlags::from_bits(region.flags).ok_or(SlotError::UnknownFlag)?;
+        // Tables map pages: of half a page the other half would be given too.
         if (region.size | region.gpa | region.hva) & 0xfff != 0 {
             return Err(SlotError::Unaligned);
         }
+        // What a slot gives is used as a user address later without another look at its end.
         let hva_end = region.hva.checked_add(region.size).ok_or(SlotError::NotUserRange)?;
         if hva_end > limits.user_end {
             return Err(SlotError::NotUserRange);
@@ -385,10 +391,12 @@ impl MemSlots {
         if region.slot >= USER_SLOTS {
             return Err(SlotError::SlotId);
         }
+        // Asked before anybody computes the end, which wraps.
         if region.gpa.checked_add(region.size).is_none() {
             return Err(SlotError::Wraps);
         }
         let npages = region.size >> 12;
+        // Stock KVM's limit: its bitmap functions count bits in an int.
         if npages > MAX_PAGES {
             return Err(SlotError::TooLarge);
         }
@@ -416,6 +424,7 @@ impl MemSlots {
             {
                 return Err(SlotError::Immutable);
             }
+            // A VMM that repeats itself pays for no grace period and no flush.
             if old.base == new.base && old.flags == flags {
                 return Ok(Change(Kind::Nothing));
             }
@@ -426,6 +435,8 @@ impl MemSlots {
             if new.end().0 > limits.frames {
                 return Err(SlotError::BeyondGuestPhysical);
             }
+            // A slot that moves may overlap the place where it was: it is gone from there when it
+            // arrives.
             if self.overlaps(&new) {
                 return Err(SlotError::Overlaps);
             }
@@ -434,6 +445,8 @@ impl MemSlots {
             // A slot that moves keeps its log: the VMM has not asked for those pages yet.
             new.dirty = match old.and_then(|o| o.dirty.clone()) {
                 Some(log) => Some(log),
+                // Allocated before anything is published, so that ENOMEM leaves the slots as they
+                // were.
                 None => Some(Arc::new(DirtyBitmap::new(npages)?)?),
             };
         }
@@ -441,6 +454,8 @@ impl MemSlots {
         match old {
             None => Ok(Change(Kind::Create(KBox::new(self.with(&new)?)?))),
             Some(old) if stays => {
+                // One publication is enough: frames and host addresses stay, and what is mapped
+                // stays right.
                 let table = self.without(old)?.with(&new)?;
                 Ok(Change(Kind::Flags(KBox::new(table)?, old.clone(), new)))
             }

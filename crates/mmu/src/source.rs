@@ -52,6 +52,7 @@ impl Role {
         if !self.is_narrow() {
             self.nested_offset(index)
         } else if self.level() == 1 {
+            // A table of 1,024 entries has two shadow pages of 512.
             (self.quadrant() << 9 | index) << 2
         } else {
             // One entry of 4 MiB stands behind two shadow entries of 2 MiB.
@@ -63,6 +64,7 @@ impl Role {
     #[inline]
     pub(crate) fn is_leaf(self, entry: u64) -> bool {
         let level = self.level();
+        // At the last level bit 7 is PAT; above level 3 it is reserved and not a size.
         level == 1
             || (entry & PS != 0 && level <= 3 && (!self.is_narrow() || self.has_large_narrow()))
     }
@@ -100,9 +102,11 @@ impl Role {
     #[inline]
     fn always_reserved(self) -> u64 {
         let mut bits = self.beyond();
+        // Long mode leaves bits 62:52 to software and protection keys.
         if !self.is_long() {
             bits |= PAE_HIGH;
         }
+        // Without EFER.NXE bit 63 is reserved and not ignored.
         if !self.nx() {
             bits |= NX;
         }
@@ -131,6 +135,7 @@ impl Role {
             // VMCB12 has 64 bits for nCR3, though CR3 of L1's mode has 32.
             cr3 & (ADDRESS | 0xfe0) & !self.beyond()
         } else {
+            // A table of PDPTEs is aligned to 32 bytes and no page.
             cr3 & 0xffff_ffe0
         }
     }

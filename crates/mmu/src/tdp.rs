@@ -306,10 +306,13 @@ impl<S> Mapper<'_, S> {
             // No slot reaches beyond the tables, or this would be retried for ever.
             return MapOutcome::Retry;
         }
+        // After the first faults nearly all tables are there, so no loop is needed to come down.
         let table = self.tree.root().descend(gfn, mapping.level);
         // The first touch of a small page.
         if table.level() == LEVEL_4K {
             let index = table.index(gfn);
+            // Only an entry of 0 is filled here. A leaf to be widened or a table is for
+            // map_below().
             if table.replace(index, 0, self.leaf(gfn, LEVEL_4K, mapping)) {
                 // Almost every fault of a guest that starts is this one; it costs one exchange.
                 self.tree.stats().mapped(LEVEL_4K, 1);
@@ -333,6 +336,7 @@ impl<S> Mapper<'_, S> {
             let index = table.index(gfn);
             let old = match table.entry(index) {
                 Entry::Table(next) => {
+                    // Going down is no lost race; the depth bounds it.
                     table = next;
                     continue;
                 }
@@ -343,6 +347,7 @@ impl<S> Mapper<'_, S> {
                 return MapOutcome::Conflict;
             }
             if table.level() > mapping.level {
+                // A large leaf that allows the access already stays: another vCPU's fault made it.
                 if is_present(old) && satisfies(old, mapping) {
                     return MapOutcome::Mapped(table.level());
                 }
@@ -350,6 +355,8 @@ impl<S> Mapper<'_, S> {
                     // Allocating may sleep, and a lock is held. The caller gives it up, fills its cache and comes again.
                     return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
                 };
+                // The size is refused for a fetch alone. The entry keeps that, so that freeing the
+                // table takes the split out of the statistics again.
                 let refused = table.level() <= mapping.refused;
                 let bits =
                     self.tree.format().table_bits() | if refused { SPLIT_FOR_FETCH } else { 0 };
@@ -358,6 +365,8 @@ impl<S> Mapper<'_, S> {
                 } else {
                     match table.link(index, old, page, bits) {
                         Ok(()) => self.note_linked(refused),
+                        // Another CPU linked a table first. Ours is empty still, and the next round
+                        // goes into theirs.
                         Err(page) => cache.put(page),
                     }
                 }
@@ -366,6 +375,8 @@ impl<S> Mapper<'_, S> {
                 // What was granted before stays granted, and the hardware's bits are kept.
                 let wanted = if is_present(old) { old | (new & self.widening()) } else { new };
                 if wanted == old || table.replace(index, old, wanted) {
+                    // Only the exchange that filled an empty entry counts a page; widening adds
+                    // none.
                     if !is_present(old) {
                         self.tree.stats().mapped(table.level(), 1);
                     }
@@ -385,10 +396,14 @@ impl<S> Mapper<'_, S> {
             let table = self.tree.root().descend(gfn, LEVEL_4K);
             let mut span = pages_per(table.level());
             if table.level() == LEVEL_4K {
+                // A table of small leaves has nothing to split; what could be large begins behind
+                // it.
                 span = pages_per(LEVEL_2M);
             } else if let Entry::Word(old) = table.entry(table.index(gfn))
                 && is_present(old)
             {
+                // Allocating may sleep and the lock is held, so the caller goes on from here with
+                // more.
                 let Some(page) = cache.take() else { return Some(gfn) };
                 // If another CPU was faster, what stands there now is looked at again.
                 self.split_leaf(
@@ -417,6 +432,8 @@ impl<S> Mapper<'_, S> {
         let below = table.level() - 1;
         let small = self.split(shrink(old, below), below);
         let step = pages_per(below) << 12;
+        // One exchange hangs the filled table. An accessed or dirty bit that the CPU sets meanwhile
+        // makes it fail, so none is lost.
         let linked = table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step));
         if linked {
             self.note_linked(bits & SPLIT_FOR_FETCH != 0);
@@ -442,6 +459,7 @@ impl<S> Mapper<'_, S> {
             writable: mapping.writable,
             exec: mapping.exec,
             direct: mapping.frame.is_memory(),
+            // What is mapped ahead was not used: the host's ageing has to find it old.
             accessed: mapping.fault.is_some(),
             dirty: mapping.fault == Some(Direction::Write) && mapping.writable,
         };
@@ -458,6 +476,8 @@ impl<S> Mapper<'_, S> {
         let format = self.tree.format();
         let small = format.part(small, level);
         let watched = small & (WRITABLE | HOST_WRITABLE) == HOST_WRITABLE;
+        // The bit in the parts must say what the log has: clean, so that the CPU logs the first
+        // write.
         if format.logs() && level == LEVEL_4K && watched {
             (small | WRITABLE) & !format.dirty()
         } else {
@@ -484,6 +504,7 @@ impl<S> Mapper<'_, S> {
     /// the page dirty before it lets the lock go. `false`: the long way, also for a fetch from a leaf
     /// that does not allow it.
     pub fn restore_access(&self, gfn: Gfn, wanted: Wanted) -> bool {
+        // As in map(): indices begin anew behind the tables.
         if !self.in_range(gfn) {
             return false;
         }
@@ -493,6 +514,8 @@ impl<S> Mapper<'_, S> {
             match table.entry(index) {
                 Entry::Table(next) => table = next,
                 Entry::Word(old) => {
+                    // A large leaf that may not be executed has to be split, which takes tables:
+                    // the long way.
                     if !is_present(old) || (wanted.fetch && !is_exec(old)) {
                         return false;
                     }
@@ -546,6 +569,7 @@ impl<S> Mapper<'_, S> {
     pub fn is_mapped(&self, first: Gfn, end: Gfn) -> bool {
         let mut any = false;
         for_each_leaf(self.tree.root(), first.0, end.0, &mut |_, _, _, _| any = true);
+        // Ageing then has to withdraw, which its caller does: no flag tells what was used.
         any
     }
 }

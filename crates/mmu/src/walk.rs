@@ -136,10 +136,12 @@ pub fn translate<M: GuestMemory + ?Sized>(
     access: Access,
 ) -> Result<Translation, WalkError<M::Error>> {
     let va = context.linear(va);
+    // Without paging there are no entries that could refuse the access or be marked.
     if !context.is_paging() {
         let gpa = Gpa(va);
         return Ok(Translation { gpa, page_shift: 12, writable: true, user: true, exec: true });
     }
+    // The CPU looks at the form before it walks: such an address is never #PF.
     if !context.is_canonical(va) {
         return Err(WalkError::NonCanonical);
     }
@@ -187,6 +189,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
     }
 
     fn fault<E>(&self, bits: u32) -> WalkError<E> {
+        // W/R and U/S tell of the access and not of the entries (SDM vol. 3A §4.7).
         let mut code = bits;
         if self.is_write() {
             code |= pf::WRITE;
@@ -212,18 +215,23 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         let mut level = if root.is_long() { root.level() } else { 3 };
         let mut table = root.base(self.context.cr3);
         let mut path = Path::new();
+        // Rights are what all levels grant; one level is enough to forbid a fetch.
         let (mut granted, mut forbidden) = (W | U, 0);
         loop {
             let role = root.at_level(level);
             let shift = 12 + 9 * (u32::from(level) - 1);
             let pdpte = !root.is_long() && level == 3;
+            // PAE paging has 32 address bits, of which two are left for the top.
             let index = (self.va >> shift) & if pdpte { 3 } else { 511 };
             let gpa = Gpa(table.wrapping_add(index * 8));
             let entry = self.read(gpa, self.memory.read_u64(gpa))?;
+            // Of an entry that is not present all other bits are the guest's own.
             if entry & P == 0 {
                 return self.refuse(0);
             }
             let leaf = role.is_leaf(entry);
+            // Reserved bits come before rights: the CPU meets them on its way down, the rights
+            // count at the leaf.
             if entry & role.reserved(leaf) != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
@@ -240,6 +248,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
                 self.mark_used(&path)?;
                 let within = (1u64 << shift) - 1;
                 return Ok(Translation {
+                    // Bit 12 of a large entry is PAT and no address.
                     gpa: Gpa((entry & ADDRESS & !within) | (self.va & within)),
                     page_shift: shift,
                     writable: granted & W != 0,
@@ -261,6 +270,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             return self.refuse(0);
         }
         path.push(pde_at, pde);
+        // Without CR4.PSE bit 7 of a PDE is ignored.
         if role.is_leaf(pde) {
             if pde & role.reserved_in_leaf() != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
@@ -275,6 +285,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
                 exec: true,
             });
         }
+        // A table's address has 32 bits here, whatever the guest's width is.
         let pte_at = Gpa((pde & 0xffff_f000) | ((self.va >> 12 & 1023) << 2));
         let pte = u64::from(self.read(pte_at, self.memory.read_u32(pte_at))?);
         if pte & P == 0 {
@@ -306,10 +317,13 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         let mut refused = self.is_user() && !user_page;
         refused |= self.is_write() && granted & W == 0 && guarded;
         refused |= self.is_fetch() && forbidden != 0;
+        // SMEP and SMAP guard the supervisor from pages of the user.
         if !self.is_user() && user_page {
             if self.is_fetch() {
                 refused |= context.cr4.contains(Cr4::SMEP);
             } else {
+                // AC excuses what the program asks for; an implicit access of the CPU is not asked
+                // for.
                 let excused = context.rflags_ac && !self.access.implicit;
                 refused |= context.cr4.contains(Cr4::SMAP) && !excused;
             }
@@ -319,6 +333,8 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         let keys = context.cr4.contains(Cr4::PKE) && context.is_long_mode();
         if keys && user_page && !self.is_fetch() {
             let rights = context.pkru >> (2 * key);
+            // Write-disable binds the supervisor only with CR0.WP, as R/W does; access-disable
+            // always.
             if rights & 1 != 0 || (rights & 2 != 0 && self.is_write() && guarded) {
                 refused = true;
                 bits |= pf::PK;
@@ -350,6 +366,8 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             let last = n.wrapping_add(1) == path.count;
             let wanted = entry | A | if last { dirty } else { 0 };
             if wanted != entry {
+                // Exchanged, since another CPU of the guest may have taken the entry away
+                // meanwhile.
                 match self.read(gpa, swap(gpa, entry, wanted))? {
                     Swap::Done | Swap::ReadOnly => {}
                     Swap::Changed => return Err(Stop::Restart),
@@ -372,6 +390,7 @@ impl Path {
     }
 
     fn push(&mut self, gpa: Gpa, entry: u64) {
+        // Five levels at most, so nothing is lost; the check spares a panic.
         if let Some(step) = self.steps.get_mut(self.count) {
             *step = (gpa, entry);
             self.count += 1;

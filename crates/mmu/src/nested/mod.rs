@@ -84,6 +84,8 @@ impl Tables {
     /// An access in software. NPT takes every access to L2's own tables for a write; EPT does with
     /// accessed and dirty flags.
     pub fn access(&self, gpa: Gpa, kind: AccessKind, part: Part) -> NestedAccess {
+        // The CPU may have to set flags in L2's entries, so it takes their walk for a write at
+        // once.
         let walks = part == Part::Table && self.role.tracks();
         let told = match (self.is_ept(), part) {
             (true, Part::Table) => violation::LINEAR,

@@ -131,6 +131,7 @@ fn once<M: GuestMemory + ?Sized>(
             Reading::Table(rights) => grant = grant.and(rights),
         }
         table = role.table_frame(entry).gpa().0;
+        // An entry of level 1 reads as a leaf, so the level never comes to 0.
         level -= 1;
     };
     if !access.passes(root, grant) {
@@ -161,6 +162,7 @@ fn once<M: GuestMemory + ?Sized>(
             }
         }
         let wanted = entry | root.at_level(n as u8 + 1).accessed() | dirty;
+        // Flags that are there already cost no exchange, and no write to L1's memory.
         if wanted != entry {
             let swap = memory.cmpxchg_u64(at, entry, wanted);
             match swap.map_err(|error| StageError::Memory { gpa: at, error })? {

@@ -39,6 +39,7 @@ impl Role {
                 cr0: Cr0::PG | Cr0::WP,
                 cr4: Cr4::PAE,
                 efer: l1.efer & Efer::NXE,
+                // PAE paging has no pages of 1 GiB, and AMD's rule about bit 8 is long mode's.
                 gbpages: false,
                 amd: false,
                 ..*l1
@@ -124,6 +125,7 @@ impl Role {
 
     /// The role of the same table where no entry leads to one of L1's frames. `None`: the frame lies too far up.
     pub(crate) fn without_frame(self, hole: Gfn) -> Option<Self> {
+        // One more, so that 0 can say that there is no hole.
         let number = u32::try_from(hole.0).ok()?.checked_add(1)?;
         Some(Self(self.0 & !Self::HOLE | u64::from(number) << Self::HOLE_SHIFT))
     }

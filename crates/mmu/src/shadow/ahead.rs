@@ -59,6 +59,7 @@ impl State {
                 continue;
             }
             let mut grant = role.grant().and(Grant::of(entry));
+            // A write through our entry would set D in ours alone, so the first write has to fault.
             if entry & D == 0 {
                 grant = grant.without(Grant::W);
             }
@@ -82,6 +83,7 @@ impl State {
             if role.leaves_out(gfn) {
                 continue;
             }
+            // No copy: pages of consecutive frames are made from no entry and never compared.
             made += u32::from(self.put_ahead(view, id, index, gfn, grant, 0));
         }
         self.count_ahead(made);
@@ -115,6 +117,7 @@ impl State {
     pub(super) fn is_young(&self, head: u32, marks: Marks) -> bool {
         let (mut node, mut young) = (head, false);
         while node != 0 {
+            // Read before anything is dropped, which would take the node out of the list.
             let (page, next) = (self.arena.page(page_of(node)), self.arena.next(node));
             let spte = page.spte(index_of(node));
             if page.role.get().is_blind() {

@@ -82,6 +82,7 @@ impl Bits {
 
     #[inline]
     pub(super) fn has(&self, index: usize) -> bool {
+        // Masked for the compiler: no check that could panic remains.
         self.0[(index >> 6) & 7].get() & (1 << (index & 63)) != 0
     }
 
@@ -282,6 +283,7 @@ impl Arena {
             pages: Vec::new(),
             none: KBox::new(ShadowPage::new()?)?,
             chains,
+            // Odd, or the low bits of the frame would be lost in the product.
             key: key | 1,
             free: Cell::new(0),
             free_count: Cell::new(0),
@@ -384,6 +386,7 @@ impl Arena {
         if self.pages.is_empty() && self.pages.capacity() > 0 {
             self.pages.push(None);
         }
+        // Pages go one by one and come in batches, so a search from the front would be quadratic.
         let from = self.vacant as usize;
         let mut rest = self.pages.iter().skip(from);
         let id = match rest.position(Option::is_none).map(|n| n + from) {
@@ -466,6 +469,8 @@ impl Arena {
             let page = self.page(id);
             if page.gfn.get() == gfn && page.role.get().has_hole() && page.roots.get() == 0 {
                 count += 1;
+                // The chain is in order of age, newest first, so that the last one met is the
+                // oldest.
                 oldest = Some(id);
             }
             id = page.next.get();
@@ -478,6 +483,7 @@ impl Arena {
         let mut id = self.chains.get(self.chain_of(gfn)).map_or(0, Cell::get);
         while id != 0 {
             let page = self.page(id);
+            // Read before the call, which may take the page out of the chain.
             let next = page.next.get();
             // A direct page is made from no table: writes to the frame that it begins with change
             // nothing of it.
@@ -504,11 +510,13 @@ impl Arena {
         let direct = role.is_direct();
         // Never born protected: some TLB may still allow a write of the table.
         page.standing.set(if direct { Standing::Synced } else { Standing::Unsync });
+        // Asked anew: what the page last found was of another frame.
         page.guest.set(GuestPage::NONE);
         page.calm.set(0);
         page.patience.set(0);
         page.queued.set(false);
         page.seen.set(0);
+        // Newest first in its chain; with_holes() goes by that.
         if let Some(chain) = self.chains.get(self.chain_of(gfn)) {
             page.next.set(chain.replace(id));
         }
@@ -520,6 +528,7 @@ impl Arena {
     pub(super) fn retire(&self, id: PageId) {
         let page = self.page(id);
         debug_assert!(!page.present.any() && page.parents.get() == 0 && page.roots.get() == 0);
+        // Unchained first: nobody may find it by its frame any more.
         self.unchain(id);
         self.unlink_age(id);
         page.standing.set(Standing::Retired);
@@ -600,6 +609,7 @@ impl Arena {
         // Stored whole: a head has nobody before it, whatever stood there.
         page.links(index_of(node)).store(u64::from(head), Ordering::Relaxed);
         if head != 0 {
+            // The neighbour's other half stays: it is the list's order behind it.
             let links = self.links(head);
             let next = links.load(Ordering::Relaxed) & 0xffff_ffff;
             links.store(next | u64::from(node) << 32, Ordering::Relaxed);

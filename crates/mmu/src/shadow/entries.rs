@@ -32,6 +32,7 @@ impl State {
         page.set_copy(index, copy);
         page.present.set(index);
         page.linked.set(index);
+        // Or a flush that goes by the bits of the upper levels would pass the page by.
         if below.is_doubtful() {
             self.doubt_link(page, id, index);
         }
@@ -55,6 +56,8 @@ impl State {
         let page = self.arena.page(id);
         if page.present.has(index) && self.is_for(page, id, index, gfn) {
             page.set_copy(index, copy);
+            // Release, though the CPU is the only other reader: what the lists say stands before
+            // the entry.
             page.spte(index).store(spte, Ordering::Release);
         } else {
             self.put_new(id, index, gfn, chunk, spte, copy);
@@ -90,6 +93,7 @@ impl State {
         copy: u64,
     ) {
         let page = self.arena.page(id);
+        // A leaf for the same frames keeps its place in the list; only its rights change.
         if !page.present.has(index) || !self.is_for(page, id, index, gfn) {
             let node = node(id, index);
             self.arena.push(page, node, chunk.large.replace(node));
@@ -121,6 +125,8 @@ impl State {
     pub(super) fn drop_present(&self, page: &ShadowPage, index: usize) {
         // The hardware's entry first: from here on no CPU that walks anew finds what the lists are about to forget.
         page.spte(index).store(0, Ordering::Release);
+        // A link and a leaf share the node's place, so what kind it was decides which list ends
+        // here.
         page.present.clear(index);
         let next = self.arena.unlink(page, index);
         let level = page.role.get().level();
@@ -140,6 +146,8 @@ impl State {
                 // begins with another.
                 Some(chunk) if level == 1 => chunk.set_head(gfn, next),
                 Some(chunk) => chunk.large.set(next),
+                // A leaf is made only where there is a chunk. Without one the list is lost, and no
+                // memory with it: the entry is gone already.
                 None => debug_assert!(false, "a leaf without a chunk"),
             }
         }
@@ -153,6 +161,7 @@ impl State {
     /// Drops all entries of a page.
     pub(super) fn clear(&self, id: PageId) {
         let page = self.arena.page(id);
+        // By words, since a page is mostly empty or mostly full.
         for n in 0..8 {
             let mut rest = page.present.word(n);
             while rest != 0 {
@@ -165,6 +174,7 @@ impl State {
     /// A page for a frame in a role, made if there is none. `None`: no page is free, or there are too many of the frame,
     /// of which some go before the next is reserved: here another may be on its way to them.
     pub(super) fn obtain(&self, gfn: Gfn, role: Role) -> Option<PageId> {
+        // Looked for first: another vCPU may have made the page while this one reserved.
         if let Some(id) = self.arena.find(gfn, role) {
             return Some(id);
         }
@@ -189,6 +199,7 @@ impl State {
         self.clear(id);
         let page = self.arena.page(id);
         while page.parents.get() != 0 {
+            // A link that is left would lead to whatever the page becomes next.
             self.drop_node(page.parents.get());
         }
         let (gfn, standing) = (page.gfn.get(), page.standing.get());
@@ -201,6 +212,8 @@ impl State {
         if standing == Standing::Unsync {
             add(&self.counters.unsync, -1);
         } else if !direct {
+            // The protection may go only with the frame's last page: another role may still rely on
+            // it.
             let mut others = false;
             self.arena.for_table(gfn, |_, _| others = true);
             if let Some(chunk) = self.frames.chunk(gfn)
@@ -260,6 +273,7 @@ impl State {
 
     /// Does what [`super::ShadowGuard::note_writes`] tells.
     pub(super) fn unsync_all(&self) {
+        // All numbers, since a page in use does not tell whether its table is protected.
         for id in 0..self.arena.numbers() {
             if let Some(page) = self.arena.used_page(id)
                 && !page.role.get().is_direct()

@@ -166,6 +166,7 @@ impl State {
             debug_assert!(false, "a fault without a root");
             return ShadowFault::Fixed;
         };
+        // A PDPTE that is not present: there is no table to be walked.
         if top == 0 {
             return self.reflect(&access, role, 0);
         }
@@ -365,6 +366,8 @@ impl State {
             Ok(target) => target,
             Err(fault) => return fault,
         };
+        // Pages of the levels above the leaf that are still to be made, and those that take a large
+        // leaf's place if the frames are not large here.
         let missing = (1..walk.top).filter(|&n| n >= walk.leaf && walk.step(n).id == 0).count();
         let needed = missing + usize::from(walk.leaf - 1);
         if self.arena.free_count() < needed {
@@ -438,6 +441,7 @@ impl State {
                 continue;
             }
             let offset = step.role.offset(index_at(access.va, level));
+            // An exchange: L0 must not bring back what the guest's other CPUs took away.
             match self.set_bits(view, step, offset, wanted) {
                 Some(true) => step.entry = wanted,
                 // The guest changed its entry under us. "Fixed" lets the CPU try again, which walks what is there now.
@@ -489,6 +493,8 @@ impl State {
             let index = index_at(va, level);
             let page = self.arena.page(id);
             let kid = page.kid(index);
+            // The link is as it was made. The copy follows the guest's A bit, which was set a
+            // moment ago.
             if kid != 0 && kid == below.id && page.is_link(index) {
                 if page.copy(index) != step.entry {
                     page.set_copy(index, step.entry);
@@ -584,6 +590,8 @@ impl State {
                 page.set_copy(index, target.copy);
                 id = kid;
             } else {
+                // Dropped first: where no page is free the fault is taken again, and finds the
+                // entry empty.
                 self.drop_entry(id, index);
                 let Some(kid) = self.obtain(base, wanted) else { return false };
                 self.link(id, index, kid, target.copy);
@@ -599,6 +607,7 @@ impl State {
             Ok(target) => target,
             Err(fault) => return fault,
         };
+        // One at most: below the page of a gigabyte there is one level.
         if self.arena.free_count() == 0 {
             return ShadowFault::NeedPages(1);
         }

@@ -61,6 +61,7 @@ impl Chunk {
     /// The first leaf of a frame, 0 for none.
     #[inline]
     pub(super) fn head(&self, gfn: Gfn) -> u32 {
+        // Relaxed: the shadow lock orders all who come here.
         self.word(gfn).load(Ordering::Relaxed) as u32
     }
 
@@ -76,6 +77,7 @@ impl Chunk {
     #[inline]
     pub(super) fn set_head(&self, gfn: Gfn, node: u32) {
         let word = self.word(gfn);
+        // The mark is the frame's and not the list's: it outlives the leaves.
         let flags = word.load(Ordering::Relaxed) & PROTECTED;
         word.store(flags | u64::from(node), Ordering::Relaxed);
     }
@@ -156,6 +158,7 @@ impl Span {
 
     #[inline]
     fn place(&self, gfn: Gfn) -> usize {
+        // By chunks and not by frames, since a slot need not begin at a chunk's first.
         (gfn.0 / CHUNK).wrapping_sub(self.base / CHUNK) as usize
     }
 
@@ -197,6 +200,7 @@ impl Frames {
 
     #[inline(never)]
     fn search(&self, gfn: Gfn) -> Option<&Span> {
+        // By the last span that begins at or before the frame: spans do not overlap.
         let at = self.spans.partition_point(|span| span.base <= gfn.0).checked_sub(1)?;
         let span = self.spans.get(at).filter(|span| span.contains(gfn))?;
         self.hint.set(at);
@@ -229,6 +233,7 @@ impl Frames {
         if !clear {
             return Some(span);
         }
+        // Moved, not grown: nothing is allocated with the lock held.
         room.append(&mut self.spans);
         room.insert(at, span);
         core::mem::swap(room, &mut self.spans);

@@ -169,6 +169,7 @@ impl ShadowMmu {
     pub fn new(format: Format) -> Result<Self, NoMemory> {
         let counters = Arc::new(Counters::default())?;
         let format = KBox::new(format)?;
+        // Relaxed: only that no two numbers are equal matters.
         counters.number.store(NUMBERS.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let state = State {
             arena: Arena::new(host::random::word())?,
@@ -228,6 +229,7 @@ impl ShadowMmu {
         loop {
             // The lock is let go between the steps, for allocating sleeps; so each begins with a
             // new look.
+            // A short look: what is allocated below may be refused then, and comes back.
             let lack = self.lock.lock().frames.lacks(gfn);
             match lack {
                 Lack::Nothing => return Ok(()),
@@ -261,6 +263,7 @@ impl ShadowMmu {
 
     /// How many entries a flush must find unchanged before their table is worth protecting.
     pub fn set_calm(&self, entries: u32) {
+        // Set by tests: the VM keeps what `sync` begins with.
         self.lock.lock().calm = entries;
     }
 

@@ -33,6 +33,8 @@ impl State {
                 let Some(page) = self.arena.used_page(id) else { return taken };
                 let referred = page.roots.get() != 0 || (orphans && page.parents.get() != 0);
                 if referred {
+                    // Looked at again only after all others, so that one scan does not turn in a
+                    // circle.
                     self.arena.renew(id);
                     continue;
                 }
@@ -46,6 +48,7 @@ impl State {
 
     /// Takes the oldest pages of a frame out of use that has too many.
     fn relieve(&self) {
+        // The number may have been used anew since it was noted.
         let Some(page) = self.arena.used_page(self.crowded.take()) else { return };
         let gfn = page.gfn.get();
         for _ in 0..RELIEF {
@@ -114,6 +117,8 @@ impl ShadowMmu {
                 Step::Allocate => {
                     let page = KBox::new(ShadowPage::new()?)?;
                     let mut guard = self.lock.lock();
+                    // Refused where another vCPU took the last room: the page is freed behind the
+                    // lock, and the loop looks again.
                     let refused = guard.arena.add(page);
                     add(&guard.counters.allocated, i64::from(refused.is_none()));
                     drop(guard);
@@ -130,6 +135,7 @@ impl ShadowMmu {
             let surplus = (arena.held() as u64).saturating_sub(limit);
             let surplus = usize::try_from(surplus).unwrap_or(usize::MAX);
             if arena.free_count() < surplus.min(BATCH) {
+                // In batches: between two flushes the lock is free for the inner loops.
                 guard.recycle(surplus.min(BATCH));
             }
             let list = arena.take_retired();

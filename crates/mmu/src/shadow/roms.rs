@@ -19,6 +19,7 @@ impl Roms {
 
     /// Remembers one. `generation`: the tree's, before that was found out.
     pub(super) fn note(&mut self, gfn: Gfn, generation: u64) {
+        // Another generation: a frame may be writable since, or another one.
         if self.generation != generation {
             *self = Self { generation, ..Self::NONE };
         }

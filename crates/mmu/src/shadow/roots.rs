@@ -111,6 +111,7 @@ fn tables(key: RootKey, pdptes: &[u64; 4]) -> impl Iterator<Item = Option<(Gfn, 
         } else if role.is_narrow() {
             Some((Gfn(base >> 12), role.in_quadrant(n as usize)))
         } else {
+            // A PDPTE without P has no table; its place in the hardware's PDPTEs is 0 too.
             let pdpte = pdptes.get(n as usize).copied().unwrap_or(0);
             (pdpte & P != 0).then_some((Gfn((pdpte & ADDRESS) >> 12), role))
         }
@@ -131,6 +132,8 @@ impl State {
         let role = Role::of(context, space);
         let key = RootKey { base: role.base(context.cr3), role };
         if tlb == Tlb::Flushed {
+            // Counted, and each root is brought in order when it is used next: a flush does no more
+            // than it must.
             roots.flushes = roots.flushes.wrapping_add(1);
         }
         if let Some(held) = roots.cache.switch(key) {
@@ -196,6 +199,8 @@ impl State {
             // they were.
             roots.places |= 1 << place;
             for (n, id) in (usize::from(place) * 4..).zip(pages) {
+                // Only P: PDPTEs have no rights, and other bits are reserved in them (SDM vol. 3A
+                // §4.4.1).
                 let pdpte = if id == 0 { 0 } else { self.arena.page(id).hpa().0 | P };
                 if let Some(word) = roots.low.table().get(n) {
                     word.store(pdpte, core::sync::atomic::Ordering::Release);
@@ -252,6 +257,7 @@ impl State {
 
     /// Does what [`super::ShadowGuard::forget_previous`] tells.
     pub(super) fn forget_previous(&self, roots: &mut ShadowRoots) {
+        // The current one stays: the vCPU enters on it.
         let current = roots.cache.key();
         while let Some(old) = roots.cache.take_if(|key, _| Some(*key) != current) {
             self.let_go(&mut roots.places, &old);

@@ -17,6 +17,7 @@ pub(super) const QUEUE: usize = 32;
 impl State {
     /// A page's table is worth protecting.
     pub(super) fn enqueue(&self, id: PageId, page: &ShadowPage) {
+        // A full queue drops the wish, and the next comparison tries again.
         if let Some(place) = self.queue.get(self.queued.get()) {
             place.set(id);
             self.queued.set(self.queued.get() + 1);
@@ -45,6 +46,7 @@ impl State {
 
     fn protect_table(&self, gfn: Gfn) {
         let Some(chunk) = self.frames.chunk(gfn) else { return };
+        // Protected before its leaves: a leaf that is made from here on is read-only already.
         chunk.set_protected(gfn, true);
         self.protect_list(chunk.head(gfn));
         // Small leaves come in place of large ones, as they are used.
@@ -53,6 +55,8 @@ impl State {
         }
         self.arena.for_table(gfn, |id, page| {
             let place = self.settling_pages.get(self.settling.get());
+            // More pages of one frame than there are places stay in doubt, which costs comparing
+            // and nothing else.
             if page.standing.get() == Standing::Unsync
                 && let Some(place) = place
             {

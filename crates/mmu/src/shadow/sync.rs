@@ -75,6 +75,8 @@ impl State {
         if page.standing.get() != Standing::Synced {
             self.compare(view, id, page, look);
         }
+        // Below level 2 there are leaves alone, and INVLPG of one address leaves those of the
+        // others.
         if look == Look::Links && page.role.get().level() <= 2 {
             return;
         }
@@ -110,6 +112,8 @@ impl State {
             return;
         };
         let (mut compared, mut changed) = (0, false);
+        // 32-bit tables have two of our entries for one of theirs, and PDPTEs are no whole page:
+        // each entry is found by its offset.
         if role.is_narrow() || role.is_of_pdptes() {
             for n in 0..8 {
                 let mut rest = of_interest(page, n, look);
@@ -130,6 +134,7 @@ impl State {
             for n in 0..8 {
                 let mut rest = of_interest(page, n, look);
                 while rest != 0 {
+                    // Masked for the compiler: both arrays have 512 words.
                     let index = (n << 6 | rest.trailing_zeros() as usize) & 511;
                     rest &= rest.wrapping_sub(1);
                     compared += 1;
@@ -182,6 +187,8 @@ impl State {
             return;
         }
         let (lost, changed) = (copy & !now, copy ^ now);
+        // An A that the guest has cleared takes the entry along, or the next access would not set
+        // it again.
         let keep = if page.is_link(index) {
             lost & A == 0 && same_link(copy, now)
         } else {

@@ -27,6 +27,7 @@ pub(super) fn frame_of(page: &ShadowPage, index: usize) -> Gfn {
 /// The guest's entry at a byte offset of its table.
 #[inline]
 pub(super) fn load(view: &View<'_>, table: &GuestPage, role: Role, offset: usize) -> Option<u64> {
+    // A read of 8 bytes would take the neighbour's entry along.
     match role.source() {
         Source::Narrow => view.load_u32(table, offset).map(u64::from),
         _ => view.load_u64(table, offset),
@@ -55,6 +56,7 @@ impl State {
     pub(super) fn table_of(&self, view: &View<'_>, id: PageId) -> Option<GuestPage> {
         let page = self.arena.page(id);
         let table = page.guest.get();
+        // Of this generation: nothing was withdrawn since it was found.
         if view.is_current(&table) {
             return Some(table);
         }
@@ -100,6 +102,8 @@ impl State {
     #[inline(never)]
     fn ask(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
         let Some(leaf) = lookup(view, gfn) else { return 0 };
+        // What was learnt serves writes only if it was found writable; else the tree is asked
+        // again.
         let mut entry = leaf.pfn.hpa().0 | P;
         entry |= if self.may_write(&leaf) { W } else { 0 };
         entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };

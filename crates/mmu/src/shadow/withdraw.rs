@@ -27,6 +27,7 @@ impl State {
                 self.drop_node(chunk.large.get());
             }
             for gfn in (from..to).map(Gfn) {
+                // Most frames of a range have no leaf and hold no table.
                 if chunk.is_blank(gfn) {
                     continue;
                 }
@@ -58,6 +59,7 @@ impl State {
         let (mut node, mut any) = (head, false);
         while node != 0 {
             let spte = self.arena.page(page_of(node)).spte(index_of(node));
+            // The CPU may set A and D at the same time, so W goes by one locked operation.
             any |= spte.fetch_and(!W, Ordering::AcqRel) & W != 0;
             node = self.arena.next(node);
         }

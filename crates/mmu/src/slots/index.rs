@@ -51,6 +51,7 @@ fn most(link: &Link) -> u64 {
 }
 
 fn node(left: Link, entry: Entry, right: Link) -> Result<Arc<Node>, NoMemory> {
+    // Kept in the node, since a change asks for it at every step and a walk for it would be linear.
     let height = height(&left).max(height(&right)).saturating_add(1);
     let most = entry.end.max(most(&left)).max(most(&right));
     Arc::new(Node { entry, most, height, left, right })
@@ -58,11 +59,13 @@ fn node(left: Link, entry: Entry, right: Link) -> Result<Arc<Node>, NoMemory> {
 
 /// A node of two trees whose heights differ by at most two.
 fn balanced(left: Link, entry: Entry, right: Link) -> Result<Arc<Node>, NoMemory> {
+    // A change below makes one side higher by one at most: two rotations are enough here.
     let (l, r) = (height(&left), height(&right));
     if l > r.saturating_add(1)
         && let Some(high) = &left
     {
         let Node { entry: top, left: outer, right: inner, .. } = &**high;
+        // The inner part is the higher one: one rotation would only move the overhang across.
         if height(outer) < height(inner)
             && let Some(middle) = inner
         {
@@ -125,6 +128,7 @@ fn remove(link: &Link, key: Key) -> Result<Link, NoMemory> {
         match (left, right) {
             (None, other) | (other, None) => other.clone(),
             (Some(_), Some(below)) => {
+                // The next one in order takes the place: nothing else keeps both sides in order.
                 let (first, rest) = without_first(below)?;
                 Some(balanced(left.clone(), first, rest)?)
             }
@@ -140,6 +144,7 @@ fn overlapping(link: &Link, start: u64, end: u64, each: &mut impl FnMut(&MemSlot
         return;
     }
     overlapping(&here.left, start, end, each);
+    // What lies to the right begins later still.
     if here.entry.key.0 < end {
         if here.entry.end > start {
             each(&here.entry.slot);
@@ -162,6 +167,7 @@ impl Index {
     /// The slot that covers a number, where slots do not overlap.
     #[inline]
     pub(super) fn covering(&self, number: u64) -> Option<&MemSlot> {
+        // Slots do not overlap in guest memory, so that order alone finds the one slot.
         let mut link = &self.root;
         while let Some(here) = link {
             link = if number < here.entry.key.0 {
@@ -230,6 +236,7 @@ impl<'a> Iter<'a> {
     fn descend(&mut self, link: &'a Link) {
         let mut link = link;
         while let Some(here) = link {
+            // A tree too deep for the path would be walked in part; no write goes beyond the array.
             if let Some(place) = self.path.get_mut(self.depth) {
                 *place = Some(here);
                 self.depth += 1;

@@ -44,6 +44,7 @@ impl TableCache {
     /// Allocates until at least `count` pages (at most [`TableCache::MOST`]) are held. May sleep.
     pub fn top_up(&mut self, count: usize) -> Result<(), NoMemory> {
         while self.count < count.min(Self::MOST) {
+            // Zeroed: each entry has to be absent before the table can be reached.
             let page = TablePage(Page::zeroed()?);
             self.put(page);
         }
@@ -95,6 +96,7 @@ impl Run {
     /// How many frames behind `gfn`, which faulted, to map ahead.
     #[inline]
     pub fn wish(&mut self, gfn: Gfn) -> u32 {
+        // Noted whatever comes of it: any two faults in order begin a run.
         let expected = core::mem::replace(&mut self.next, gfn.0.wrapping_add(1));
         if expected != gfn.0 {
             self.ahead = 0;
@@ -117,6 +119,7 @@ impl Run {
 
     /// Of what [`Run::wish`] wanted behind `gfn`, `mapped` were there.
     pub fn mapped(&mut self, gfn: Gfn, mapped: u32) {
+        // What was mapped ahead does not fault, so the run goes on behind it.
         self.next = gfn.0.wrapping_add(1).wrapping_add(u64::from(mapped));
         self.ahead = mapped.min(Self::MOST);
         // Memory that the host itself has yet to fill: try ever more rarely.

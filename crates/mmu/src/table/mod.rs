@@ -125,6 +125,7 @@ impl<'t> Table<'t> {
         if word & (TABLE | REMOVED) == 0 {
             return Entry::Word(word);
         }
+        // A table that waits for its flush is gone for whoever comes now.
         if word & REMOVED != 0 {
             return Entry::Word(0);
         }
@@ -140,6 +141,7 @@ impl<'t> Table<'t> {
         let mut table = self;
         let mut rest = gfn.0 >> shift(table.level);
         while table.level > level {
+            // Acquire: what the table holds is seen by who follows the pointer.
             let word = table.word(rest as usize).load(Ordering::Acquire);
             if word & (TABLE | REMOVED) != TABLE {
                 break;
@@ -173,12 +175,14 @@ impl<'t> Table<'t> {
         page: TablePage,
         bits: u64,
     ) -> Result<(), TablePage> {
+        // Leaves of the last level have nothing below, and an entry with a table would lose it.
         if self.level <= 1 || old & (TABLE | REMOVED) != 0 {
             return Err(page);
         }
         let hpa = page.0.hpa();
         // Without REMOVED, whatever the caller says: the entry is alive.
         let new = (hpa.0 & self.address) | (bits & !(self.address | REMOVED)) | TABLE;
+        // Release: who follows the pointer has to see the table as it was filled.
         match self.word(index).compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed) {
             Ok(_) => {
                 // Owned by the entry from here on; drop_table() takes it back.
@@ -270,6 +274,7 @@ impl<S> Tree<S> {
         let trunk =
             Trunk { generation: AtomicU64::new(next_generation()), root: Page::zeroed()?, format };
         let stats = Arc::new(VmStats::new())?;
+        // The root, which no link counts.
         stats.of(VmCount::PageTablesAllocated).add(1);
         Ok(Self { trunk, lock: RwSpinLock::new(state), stats })
     }
@@ -422,6 +427,7 @@ impl<S> WriteTree<'_, S> {
         // The lock is held for writing: nobody else stores.
         self.tree.trunk.generation.store(next_generation(), Ordering::SeqCst);
         flush.flush_remote();
+        // Only what was unlinked makes a second walk of the range worth its time.
         if self.unlinked {
             self.unlinked = false;
             // SAFETY: flushed; the lock is held for writing, and the unique borrow of the guard
@@ -460,6 +466,7 @@ impl core::ops::AddAssign for Freed {
 /// No other reference to tables of the tree exists, and a flush came after unlinking.
 unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> Freed {
     let mut freed = Freed::default();
+    // Entries of the last level own no tables.
     if table.level <= 1 {
         return freed;
     }

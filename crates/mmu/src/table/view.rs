@@ -129,6 +129,8 @@ impl<'a> View<'a> {
         // SAFETY: the page is mapped and the guest's while this view lives; the offset stays within it
         // and aligned; the leaf is writable, so the page may be written.
         let word = unsafe { &*base.add(offset & 0xff8).cast::<AtomicU64>() };
+        // Locked, as the CPU's own update of accessed and dirty bits: other vCPUs change the word
+        // too.
         Some(word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok())
     }
 
@@ -301,8 +303,10 @@ impl Trail {
             return None;
         }
         let at = view.base(page)?.wrapping_add(offset).cast_const().cast();
+        // A sixth entry makes the walk fail: what is not noted could not be compared.
         *self.entries.get_mut(self.count as usize)? = Step { at, value };
         self.count += 1;
+        // plain_place() compares four entries and no loop, so five levels are not for it.
         self.plain &= self.count <= 4;
         Some(())
     }
@@ -349,6 +353,7 @@ impl Trail {
         offset: usize,
     ) -> Option<*const AtomicU64> {
         let offset = offset & 0xfff;
+        // The bytes must not run into the next page, whose frame may be anyone's.
         if self.plain_generation != view.generation || offset > 4096 - SIZE {
             return None;
         }
@@ -366,6 +371,7 @@ impl Trail {
     /// Up to 16 bytes from `offset` of the page, and how many lie in it, if the walk would give the same again:
     /// [`Trail::first_bytes`] for every shape of walk.
     pub fn bytes(&self, view: &View<'_>, offset: usize) -> Option<([u8; 16], usize)> {
+        // The generation first: only under it may the entries' addresses be followed.
         if self.generation != view.generation || self.changed() != 0 {
             return None;
         }
@@ -390,6 +396,7 @@ impl Trail {
     /// Up to 16 bytes, as far as the page goes. The generation was compared.
     fn copy(&self, offset: usize) -> ([u8; 16], usize) {
         let mut bytes = [0; 16];
+        // What lies behind the page is another frame.
         let len = 4096usize.saturating_sub(offset).min(16);
         for (n, byte) in bytes.iter_mut().enumerate().take(len) {
             // SAFETY: offset + n is below 4096, so the byte is the page's, which the view keeps; atomic, because the guest

@@ -45,6 +45,7 @@ impl<S> Zapper<'_, S> {
         let end = Gfn(end.0.min(pages_per(self.tree.root().level() + 1)));
         let mut done = Zapped::default();
         zap_below(self.tree.root(), first.0, end.0, how, &mut done);
+        // Counted before the flush: the leaves are gone, whoever may have them in a TLB still.
         for (level, count) in (LEVEL_4K..).zip(done.count) {
             self.tree.stats().unmapped(level, count);
         }
@@ -52,6 +53,7 @@ impl<S> Zapper<'_, S> {
             self.tree.note_unlinked();
         }
         let any = done.leaves || done.tables;
+        // Where nothing was mapped no CPU can have cached anything, so nobody is interrupted.
         if any {
             self.tree.finish(flush, first, end);
         }
@@ -66,6 +68,7 @@ impl<S> Zapper<'_, S> {
 
     /// Ends a round of [`Zapper::watch_writes`]: bumps the generation and flushes.
     pub fn flush(&mut self, flush: &(impl FlushRemote + ?Sized)) {
+        // No range: write protection unlinks no table, so there is nothing to sweep.
         self.tree.finish(flush, Gfn(0), Gfn(0));
     }
 
@@ -107,6 +110,7 @@ fn next_below(table: Table<'_>, first: u64, end: u64) -> Option<u64> {
     while gfn < end {
         let next = (gfn & !(span - 1)).wrapping_add(span);
         match table.entry(table.index(Gfn(gfn))) {
+            // Below 1 GiB the walk that follows is short; looking further would only be done twice.
             Entry::Table(child) if table.level() > LEVEL_1G => {
                 if let Some(found) = next_below(child, gfn, end.min(next)) {
                     return Some(found);
@@ -180,6 +184,7 @@ fn take_bit(table: &Table<'_>, index: usize, entry: u64, bit: u64) -> bool {
         if table.replace(index, entry, entry & !bit) {
             return true;
         }
+        // The CPU has set another bit of the leaf: what stands there now is tried.
         match table.entry(index) {
             Entry::Word(now) => entry = now,
             Entry::Table(_) => break,

@@ -68,6 +68,7 @@ impl State {
             debug_assert!(false, "a fault without a root");
             return NestedFault::Fixed { replaced: true };
         };
+        // Without tables of L1's there is nothing to walk.
         if self.arena.page(top).role.get().is_direct() {
             return self.nested_flat(view, top, access);
         }
@@ -174,6 +175,7 @@ impl State {
         let first = self.arena.page(top);
         let (mut role, mut gfn, mut id) = (first.role.get(), first.gfn.get(), top);
         let level = role.level();
+        // As in nested_known(): beyond the reach of its tables L1's hardware would find nothing.
         if access.gpa >> role.reach() != 0 {
             return Err(self.refuse(access, role, Refusal::Absent));
         }
@@ -186,6 +188,7 @@ impl State {
                 id => self.table_of(view, id),
             };
             let entry = table.and_then(|table| view.load_u64(&table, offset));
+            // The table is not in the tree: it is brought first, and nothing was changed by then.
             let (Some(entry), Some(_)) = (entry, table) else {
                 return Err(NestedFault::NeedFrame(NestedFrame {
                     gpa: entry_gpa(gfn, offset),
@@ -279,6 +282,8 @@ impl State {
         let gfn = last.role.frame_for(last.entry, access.gpa);
         self.frame_at(view, gfn, last.role, access).map_err(|wanted| match wanted {
             NestedFault::NeedFrame(frame) => {
+                // Where D is set already, L2 will write without another fault, so the log has to
+                // count the page now.
                 let dirties = grant.has(Grant::W) && !last.entry & last.role.dirty() == 0;
                 NestedFault::NeedFrame(NestedFrame { dirties, ..frame })
             }

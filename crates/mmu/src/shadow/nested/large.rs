@@ -38,6 +38,8 @@ impl State {
             Ok(found) => found,
             Err(wanted) => return wanted,
         };
+        // One for each level below, counted first: a fault that is given up half way would be for
+        // nothing.
         let needed = usize::from(role.level().saturating_sub(1));
         if self.arena.free_count() < needed {
             return NestedFault::NeedPages(needed);
@@ -89,6 +91,7 @@ impl State {
                 self.put_large_leaf(id, index, base, target.chunk, spte, target.copy);
                 return Some(replaced);
             }
+            // The rights are in the role: the same frames under other rights are other pages.
             let wanted = role.direct_below(target.grant);
             let kid = page.kid(index);
             let fits = page.is_link(index) && {

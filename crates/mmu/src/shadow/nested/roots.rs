@@ -109,6 +109,8 @@ impl State {
         tables: &Tables,
     ) -> NestedSwitch {
         let key = RootKey { base: tables.base, role: tables.role };
+        // The hardware's tables have at least the levels of L1's, or L1's upper addresses could not
+        // be walked.
         let above = match self.format.levels().checked_sub(tables.role.level()) {
             Some(more @ 0..=2) if roots.owner == self.counters.number() || roots.owner == 0 => {
                 usize::from(more)
@@ -156,6 +158,7 @@ impl State {
         self.hold(page);
         for id in pages.into_iter().filter(|id| *id != 0) {
             self.hold(id);
+            // A page above that is found may have lost its link: the page below was given up since.
             if self.arena.page(id).kid(0) != top {
                 self.drop_entry(id, 0);
                 self.link(id, 0, top, 0);

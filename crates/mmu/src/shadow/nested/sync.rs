@@ -21,6 +21,7 @@ enum Keep {
 }
 
 fn keep(role: Role, is_link: bool, copy: u64, now: u64) -> Keep {
+    // A link that became a leaf, or the other way round, leads elsewhere: nothing of it can stay.
     let ((Reading::Leaf(had), Reading::Leaf(has)) | (Reading::Table(had), Reading::Table(has))) =
         (role.read(copy), role.read(now))
     else {
@@ -67,6 +68,7 @@ impl State {
                 return;
             }
             Keep::Readable => {
+                // Locked: the CPU may set A and D in the entry meanwhile.
                 page.spte(index).fetch_and(!W, Ordering::AcqRel);
             }
             Keep::All => {}
