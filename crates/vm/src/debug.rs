@@ -31,6 +31,7 @@ struct Name([u8; 32], usize);
 impl Write for Name {
     fn write_str(&mut self, text: &str) -> core::fmt::Result {
         for byte in text.bytes() {
+            // A name that is cut would be another file's, so it fails.
             // The last byte stays a NUL.
             let last = self.0.len() - 1;
             let place = self.0.get_mut(self.1).filter(|_| self.1 < last);

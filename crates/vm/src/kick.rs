@@ -116,6 +116,8 @@ impl<W: Word> KickState<W> {
     #[inline]
     pub fn kick(&self) -> Option<u32> {
         // Only the first kicker sends the IPI: later ones know that one is on its way.
+        // Relaxed: the exchange that set IN_GUEST was read from, and the number was stored before
+        // it.
         (self.mode.fetch_or(KICKED, AcqRel) == IN_GUEST).then(|| self.cpu.load(Relaxed))
     }
 

@@ -71,6 +71,7 @@ impl VcpuShared {
     /// The owner has left the guest; interrupts are still off.
     #[inline]
     pub fn leave_mode(&self, entered: Entered) -> irq::Off {
+        // Else a section of another vCPU would be taken for over while its thread still looks.
         #[cfg(debug_assertions)]
         assert!(core::ptr::eq(entered.vcpu, self), "another vCPU's mode is left");
         self.state().leave();
@@ -83,6 +84,8 @@ impl VcpuShared {
     pub fn in_section<T>(&self, work: impl FnOnce(Section<'_>) -> T) -> T {
         let entered = self.enter_mode(irq::disable());
         let result = work(entered.section());
+        // Interrupts come on after the mode is back, or one would run in a section that it
+        // lengthens.
         irq::enable(self.leave_mode(entered));
         result
     }
@@ -132,6 +135,8 @@ impl TimerHandler for VcpuShared {
     fn expired(&self) -> Option<u64> {
         let now = host::clock::monotonic_ns();
         let SwTimerExpired { accepted, rearm, ask_owner } = self.lapic.sw_timer_expired(now);
+        // A vCPU that serves the deadline itself compares again, for the guest may have moved it
+        // since.
         if ask_owner {
             self.request_and_kick(Request::Deadline);
         }
@@ -150,6 +155,7 @@ impl TimerHandler for VcpuShared {
 unsafe impl FlushRemote for Vm {
     fn flush_remote(&self) {
         self.stats().of(VmCount::RemoteTlbFlushRequests).add(1);
+        // Counted only if somebody had to be interrupted, as stock KVM counts.
         if self.vcpus().request_all_and_wait(Request::FlushTlb) {
             self.stats().of(VmCount::RemoteTlbFlush).add(1);
         }
@@ -167,6 +173,7 @@ unsafe impl FlushRemote for Vm {
     }
 
     fn gather_log(&self) {
+        // A CPU's log is handed over at each exit, so that leaving once is all that is wanted.
         self.vcpus().leave_guest();
     }
 }
@@ -183,6 +190,8 @@ pub(crate) struct WithdrawFirst<'a, W, R: ?Sized> {
 #[allow(unsafe_code)]
 unsafe impl<W: Fn(), R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, W, R> {
     fn flush_remote(&self) {
+        // The derived leaves before the IPIs: behind them no CPU may find the frame in either
+        // table.
         (self.withdraw)();
         self.flush.flush_remote();
     }

@@ -26,6 +26,8 @@ impl MsrRange {
         let end = self.base.wrapping_add(self.count);
         let concerned = (self.base..end).contains(&index) && self.over.contains(direction.into());
         let at = index.wrapping_sub(self.base);
+        // Masked: the number is the guest's, and the range that it is compared with does not bind
+        // the CPU's guess.
         let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);
         concerned.then_some(word >> (at % 64) & 1 != 0)
     }

@@ -42,6 +42,7 @@ impl VmStatistics {
         let value = source.word(&self.counts, vcpus, n);
         // Shadow pages count for the VM alone: sums over vCPUs are whole.
         let OfVm::Count(what) = source else { return value };
+        // Both memories: a page counts for the VM, whichever address space it is of.
         let shadow = self.shadow.iter().flatten().map(|counters| of_shadow(counters, *what));
         shadow.fold(value, u64::wrapping_add)
     }

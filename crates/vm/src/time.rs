@@ -98,6 +98,7 @@ impl TscMatch {
         // An offset is in ticks of the guest's: one that was made for another rate means nothing here.
         let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
         if let Some(last) = self.last_write.filter(|last| last.khz == khz) {
+            // Guest ticks since the last write: both times are scaled to the guest's rate.
             let expected = last.value.wrapping_add(now.wrapping_sub(last.at));
             let difference = value.wrapping_sub(expected) as i64;
             // A VMM restores its vCPUs within this time; two values further apart are meant to

@@ -78,6 +78,7 @@ impl MpState {
             2 => Self::InitReceived,
             3 => Self::Halted,
             4 => Self::SipiReceived,
+            // The numbers above 4 are other architectures' and SEV-ES's.
             _ => return None,
         })
     }
@@ -146,6 +147,7 @@ impl VcpuShared {
     /// Whether an address is in the local APIC's page, enabled there or not.
     #[inline]
     pub fn is_apic_page(&self, address: u64) -> bool {
+        // Bits 11:0 of the base are flags.
         self.in_kernel_apic && address & !0xfff == self.lapic.base() & !0xfff
     }
 
@@ -237,6 +239,7 @@ impl VcpuShared {
     }
 
     pub(crate) fn sipi_received(&self, page: Vector) {
+        // INIT stays: it is served first, and the SIPI behind it starts the vCPU.
         // Only the last SIPI counts: a second one before the first was taken overwrites its page.
         let _ = self
             .init_sipi
@@ -251,6 +254,7 @@ impl VcpuShared {
             return (false, None);
         }
         let bits = self.init_sipi.swap(0, AcqRel);
+        // Both in one word, so that an INIT between the two takes cannot be lost or turned round.
         (bits & INIT != 0, (bits & SIPI != 0).then_some(Vector(bits as u8)))
     }
 

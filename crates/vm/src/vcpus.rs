@@ -85,6 +85,7 @@ impl VcpuTable {
 
     /// Adds a vCPU at place `index`, which is the present count. The VM's lock is held.
     pub fn add(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
+        // Relaxed: with the VM's lock held nobody else counts.
         let index = self.count.load(Relaxed);
         let (id, at) = (vcpu.id as usize, index as usize);
         let slots = part(&self.slots, at / SLOTS, || [const { Once::new() }; SLOTS])?;
@@ -154,6 +155,8 @@ impl VcpuTable {
     /// Returns when every vCPU that is in the guest now has left it once. Whether there was one.
     pub fn leave_guest(&self) -> bool {
         let mut any = false;
+        // An iterator that writes the modes one by one: a vCPU that enters behind the look finds
+        // the request.
         smp::sync_cpus(self.iter().filter_map(|v| v.running_on()).inspect(|_| any = true));
         any
     }

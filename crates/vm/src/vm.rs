@@ -90,6 +90,7 @@ impl Vm {
     /// A VM of the calling process.
     pub fn new(limits: &HostLimits) -> Result<VmRef, NoMemory> {
         let settings = Settings::default();
+        // What a vCPU runs at unless the VMM says otherwise: the host's rate.
         settings.tsc_khz.store(clock::tsc_khz(), Relaxed);
         settings.halt_poll_ns.store(limits.halt_poll_ns, Relaxed);
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
@@ -182,10 +183,12 @@ impl Vm {
 
     /// KVM_X86_SET_MSR_FILTER: all vCPUs follow it from their next entry on.
     pub fn set_msr_filter(&self, filter: MsrFilter) -> Result<(), NoMemory> {
+        // A filter that denies nothing costs a look at each access, so none is kept.
         let new = if filter.restricts() { Some(Arc::new(filter)?) } else { None };
         // The mutex is let go before vCPUs are asked: they take it to look.
         let old = core::mem::replace(&mut *self.msr_filter.lock(), new);
         self.vcpus.request_all(Request::MsrFilter);
+        // Freed last, and without the mutex: a vCPU may still be walking it by its own reference.
         drop(old);
         Ok(())
     }
@@ -282,6 +285,7 @@ impl InvalidateHandler for Vm {
     }
 
     fn test_young(&self, start: Hva, end: Hva) -> bool {
+        // The second only if the first says no: asking clears nothing.
         self.memory.test_young(start, end) || self.smm_memory.test_young(start, end)
     }
 

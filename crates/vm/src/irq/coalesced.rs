@@ -113,6 +113,7 @@ impl Coalesced {
         let mut new = Vec::new();
         {
             let zones = self.zones.read();
+            // As stock KVM bounds its bus, since each write walks the zones.
             if zones.iter().filter(|z| z.space == zone.space).count() >= MAX_ZONES {
                 return Err(ZoneError::Full);
             }
@@ -129,6 +130,7 @@ impl Coalesced {
         range: Zone,
         filter: impl Fn(Space, u64),
     ) -> Result<(), NoMemory> {
+        // As in stock KVM: a zone goes when the range lies in it, whole.
         let goes = |z: &Zone| z.space == range.space && z.covers(range.address, range.len.into());
         let _changing = self.changing.lock();
         let mut new = Vec::new();
@@ -145,6 +147,8 @@ impl Coalesced {
 
     fn publish(&self, zones: Vec<Zone>, filter: impl Fn(Space, u64)) -> Result<(), NoMemory> {
         let zones = KBox::new(zones)?;
+        // The filter first, as for ioeventfds: a bit too many costs a look-up, one too few would
+        // lose a write.
         for space in [Space::Memory, Space::Port] {
             let of_space = zones.iter().filter(|z| z.space == space);
             filter(space, of_space.fold(0, |b, z| b | z.filter_bits()));
@@ -156,6 +160,7 @@ impl Coalesced {
     /// A guest's write of at most 8 bytes. False when it lies in no zone or finds no room.
     pub(super) fn append(&self, space: Space, address: u64, data: &[u8]) -> bool {
         let len = data.len() as u64;
+        // The ring's entry has eight bytes of data.
         if len > 8 {
             return false;
         }
@@ -181,6 +186,7 @@ impl Coalesced {
             return false;
         }
         let mut bytes = [0; 8];
+        // Bytes behind a short write are zero, not what the last entry left there.
         for (out, byte) in bytes.iter_mut().zip(data) {
             *out = *byte;
         }

@@ -152,6 +152,7 @@ impl IrqCore {
     pub(super) fn set_dest_rules(&self, rules: DestRules) {
         self.wide_dest.store(rules.wide, Relaxed);
         self.no_broadcast_quirk.store(rules.no_broadcast_quirk, Relaxed);
+        // The census too: whether an APIC answers by one byte decides who has to be asked.
         self.vcpus.census().set_wide(rules.wide);
         self.state.lock().ioapic.set_dest_rules(rules);
     }
@@ -165,6 +166,7 @@ impl IrqCore {
     /// Sends an MSI.
     #[inline]
     pub fn signal_msi(&self, msi: &Msi) -> LineStatus {
+        // A message whose destination the rules do not know goes nowhere.
         match msi.message(self.dest_rules()) {
             Some(message) => deliver(&self.vcpus, None, &message),
             None => LineStatus::Ignored,
@@ -204,6 +206,7 @@ impl IrqCore {
     ) -> LineStatus {
         let State { pic, ioapic, routing, .. } = state;
         let mut sum = LineStatus::Ignored;
+        // Asked once for all targets: it never goes back.
         let full = self.kind() == Irqchip::Full;
         for target in steps::each(routing.targets(gsi)) {
             let status = match target {
@@ -263,6 +266,7 @@ impl IrqCore {
 
     /// The guest has ended an interrupt of this GSI.
     fn acknowledged(&self, state: &mut State, gsi: u32) {
+        // Only the PIT's own GSI: it holds back ticks until the guest has taken the last.
         if gsi == PIT_GSI && state.pit.as_mut().is_some_and(|pit| pit.acked()) {
             self.pulse_pit(state);
         }
@@ -276,6 +280,8 @@ impl IrqCore {
     fn pulse_pit(&self, state: &mut State) {
         self.drive(state, PIT_GSI, Source::Pit, true);
         self.drive(state, PIT_GSI, Source::Pit, false);
+        // An NMI watchdog of the guest's programs LINT0 of each CPU as NMI and lives by the PIT's
+        // ticks.
         if self.nmi_watchdog.load(Relaxed) {
             for vcpu in self.vcpus.iter().filter(|v| v.lapic.lint0_is_nmi()) {
                 vcpu.deliver(vcpu.lapic.deliver_local(LocalVector::Lint0));
@@ -314,6 +320,7 @@ impl IrqCore {
             Some((gsi, state.resamplers.of(gsi).cloned()))
         };
         while let Some((gsi, members)) = take(next) {
+            // Whoever has gone meanwhile waits for nothing.
             if let Some(members) = members {
                 members.signal();
             }
@@ -352,6 +359,7 @@ impl IrqCore {
 
     /// A local APIC ended `vector` and its effect said that the I/O APIC is to hear of it.
     pub fn eoi(&self, from: &VcpuShared, vector: Vector, start: impl FnOnce(u64)) -> Owing {
+        // With a split irqchip the pins are the VMM's.
         if self.kind() != Irqchip::Full {
             return Owing::NOTHING;
         }
@@ -417,6 +425,7 @@ impl IrqCore {
 
     /// A local APIC was enabled, disabled, or its LINT0 changed.
     pub fn apic_changed(&self) {
+        // Asked of all, since one that still has it keeps the watchdog on.
         let watchdog = self.vcpus.iter().any(|v| v.lapic.lint0_is_nmi());
         self.nmi_watchdog.store(watchdog, Relaxed);
         if self.intr() {
@@ -487,6 +496,7 @@ impl TimerHandler for IrqCore {
 /// Arms the host timer for what the state expects next. Sleepless, but not under the lock: waits for a
 /// handler that is running.
 pub(super) fn arm_timer(core: &SharedCore) {
+    // First stopped: a handler that runs would arm it by what was before the change.
     core.cancel();
     let state = core.state.lock();
     if let Some(next) = state.next_expiry() {

@@ -94,6 +94,7 @@ fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> Li
     let mut tally = Tally::new();
     let is_sender = |v: &SharedVcpu| from.is_some_and(|f| f.index == v.index);
     match msg.shorthand {
+        // A shorthand of a device's has no self.
         Shorthand::SelfOnly => {
             if let Some(vcpu) = from {
                 tally.give(vcpu, msg);
@@ -128,6 +129,7 @@ fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> Li
 /// An x2APIC logical destination: a cluster of sixteen ids and a mask. True when everybody whom it
 /// can mean was where the id says; nothing was delivered otherwise.
 fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
+    // Broadcast means everybody, whatever the cluster.
     if msg.dest == BROADCAST {
         return false;
     }
@@ -148,6 +150,7 @@ fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
 /// Of those addressed and enabled, one of the lowest priority class. Among equals the vector
 /// decides, so that a device's interrupts stay on one vCPU and different devices' spread.
 fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a SharedVcpu> {
+    // A local APIC that software has switched off takes part in no arbitration.
     let candidates = || vcpus.iter().filter(|v| v.lapic.software_enabled() && v.lapic.matches(msg));
     let (mut best, mut equals) = (u8::MAX, 0usize);
     for vcpu in candidates() {

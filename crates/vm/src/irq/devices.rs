@@ -68,6 +68,7 @@ impl VmIrq {
 
     fn read_pic(&self, port: u16) -> (u8, Owing) {
         let mut state = self.core.state.lock();
+        // A plain read acknowledges nothing, so nobody has to be told.
         if !state.pic.polls(port) {
             return (state.pic.read(port), Owing::NOTHING);
         }
@@ -111,6 +112,7 @@ impl VmIrq {
                     .is_some_and(|data| self.coalesced.append(Space::Port, u64::from(port), data));
             return awaited.then_some(Owing::NOTHING);
         }
+        // In a block: the lock has to go before the timer is armed.
         let changed = {
             let mut state = self.core.state.lock();
             let pit = state.pit.as_mut()?;
@@ -178,6 +180,8 @@ impl VmIrq {
         for (out, byte) in bytes.iter_mut().zip(data) {
             *out = *byte;
         }
+        // The lock is held through the write: what the register says and what is sent by it belong
+        // together.
         let mut state = self.core.state.lock();
         state.ioapic.write(
             address - ioapic::DEFAULT_BASE,

@@ -95,6 +95,7 @@ impl IoEvent {
             (Some(a), Some(b)) => a == b,
             _ => true,
         };
+        // The length counts too: writes of different lengths are different news.
         self.address == other.address
             && (self.len == 0 || other.len == 0 || (self.len == other.len && same_value))
     }

@@ -108,6 +108,7 @@ impl IrqFds {
         gsi: u32,
         resamplefd: Option<i32>,
     ) -> Result<(), IrqFdError> {
+        // Both descriptors first: what is refused for them has changed nothing.
         let event = EventFd::get(fd)?;
         let resample = match resamplefd {
             Some(fd) => Some(Arc::new(Resampler::new(EventFd::get(fd)?))?),
@@ -116,9 +117,11 @@ impl IrqFds {
         let mut list = self.list.lock();
         // hung_up() comes where nothing may sleep, so what was closed is dropped here.
         reap(core, &mut list, |irqfd| irqfd.watch.gone.load(Acquire));
+        // One eventfd raises one interrupt of a VM, as stock KVM has it.
         if list.iter().any(|irqfd| irqfd.watch.watches(&event)) {
             return Err(IrqFdError::Busy);
         }
+        // Room first, so that nothing fails once the eventfd is watched.
         list.try_reserve(1).map_err(|_| NoMemory)?;
         // Before the eventfd is watched: it may fire at once, and its end has to find somebody to
         // tell.
@@ -188,6 +191,7 @@ fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> 
             index += 1;
             continue;
         }
+        // The place is filled by the last one, which is looked at next.
         let IrqFd { watch, resample } = list.swap_remove(index);
         let gsi = watch.gsi;
         disconnect_in_order(watch, || {
@@ -212,6 +216,7 @@ fn add_resampler(core: &SharedCore, gsi: u32, new: &Arc<Resampler>) -> Result<()
 }
 
 fn remove_resampler(core: &SharedCore, gsi: u32, gone: &Arc<Resampler>) {
+    // Silent first: a guest's end of interrupt may be walking the list that has it still.
     gone.silence();
     let old = core.state.lock().resamplers.clone();
     // Without memory for another table it stays where it is, and says nothing.

@@ -181,6 +181,7 @@ impl VmIrq {
             return Err(IrqError::Exists);
         }
         state.pit = Some(pit);
+        // An APIC pin reports ends only where somebody listens, and the PIT now does.
         state.refresh_listeners();
         drop(state);
         // Hints for the exit path: who follows them looks under the lock.
@@ -237,6 +238,7 @@ impl VmIrq {
 
     /// KVM_HC_SEND_IPI: one message to each of the ids; how many took it.
     pub fn send_pv_ipi(&self, call: &pv::SendIpi) -> u64 {
+        // A mode that does not exist addresses nobody.
         let Some(delivery) = irqchip::DeliveryMode::from_bits(call.delivery_mode()) else {
             return 0;
         };
@@ -354,6 +356,7 @@ impl VmIrq {
     /// The VM's file was closed, or its memory is gone: no eventfd raises anything any more, and
     /// the timer stops.
     pub fn release(&self) {
+        // First the eventfds: one that fires behind the cancel would arm the timer again.
         self.irqfds.release(&self.core);
         self.core.cancel();
     }
@@ -367,6 +370,7 @@ impl VmIrq {
     pub fn set_pic(&self, which: Which, new: &PicState) {
         let mut state = self.core.state.lock();
         state.pic.restore(which, new);
+        // Restoring may raise or lower INTR, which a vCPU that runs has to hear of.
         self.core.update_pic(&mut state);
     }
 

@@ -61,6 +61,8 @@ impl Members {
     pub(super) fn signal(&self) {
         for piece in &self.pieces {
             piece.iter().for_each(|resampler| resampler.signal());
+            // Few are told where the interrupt ends, with interrupts off, and no rest is allowed
+            // there.
             if self.count > AT_ONCE {
                 task::cond_resched();
             }
@@ -88,6 +90,7 @@ impl Members {
 
     fn with(&self, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
         let mut pieces = self.pieces(1)?;
+        // A piece with room is taken first, or pieces of one member would pile up.
         let room = pieces.iter().position(|piece| piece.len() < PIECE);
         // Copied, not changed: the old list may be walked by a vCPU at this moment.
         let mut piece = Vec::new();
@@ -291,6 +294,7 @@ impl AtOnce {
     pub(super) fn take(&mut self, gsi: u32, members: &Arc<Members>, owed: &mut Owed) {
         // All ends of one exit together: each signal wakes a thread with interrupts off.
         let few = self.count + members.count <= AT_ONCE;
+        // Two lists: nearly always one GSI ends, at most the PIC's and the I/O APIC's together.
         match self.lists.iter_mut().find(|list| list.is_none()) {
             Some(list) if few => {
                 *list = Some(members.clone());

@@ -29,6 +29,7 @@ fn stretches(
         let at = gpa.0.checked_add(done as u64).map(Gpa).ok_or(MemoryError::Unbacked)?;
         let slot = slots.find(at.gfn()).ok_or(MemoryError::Unbacked)?;
         let left = slot.end().gpa().0.wrapping_sub(at.0);
+        // The slot's end, the access's, or what the caller takes at once: whichever comes first.
         let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(length - done).min(most(at));
         each(slot, at, done, bytes)?;
         done += bytes;
@@ -62,6 +63,7 @@ impl VmMemory {
     /// Reads guest memory that lies within one page. May sleep.
     pub fn read_in_page(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
         let slots = self.slots();
+        // Slots and their pages meet at page bounds, so that one look-up is enough here.
         let slot = slots.find(gpa.gfn()).ok_or(MemoryError::Unbacked)?;
         Ok(user::read(host_address(slot, gpa), into)?)
     }
@@ -90,12 +92,14 @@ impl VmMemory {
     pub fn cmpxchg(&self, gpa: Gpa, size: usize, old: u64, new: u64) -> Result<bool, MemoryError> {
         let slots = self.slots();
         let slot = slots.find(gpa.gfn()).ok_or(MemoryError::Unbacked)?;
+        // Asked of the slot: the VMM's mapping may well be writable.
         if slot.is_readonly() {
             return Err(MemoryError::ReadOnly);
         }
         // By the VMM's mapping, so that the kernel brings the page and breaks a shared one.
         let swapped = user::cmpxchg(host_address(slot, gpa), size, old, new)?;
         if swapped {
+            // Only what was exchanged is a write; a failed exchange leaves the page as it was.
             slot.mark_dirty(gpa.gfn());
             self.note_shadow_write(gpa, size);
         }
@@ -141,6 +145,7 @@ impl VmMemory {
         // Held from before the write to the note: in between, a settled table would count as
         // unchanged.
         let mut guard = None;
+        // Tried and not waited for: interrupts are off, and its holder may have much to do.
         if let Some(shadow) = &self.shadow {
             guard = shadow.try_lock();
             if guard.is_none() {

@@ -68,6 +68,8 @@ impl VmMemory {
         let take = || {
             let mut any = false;
             while taken.len() < log.words() {
+                // For writing: a fault marks a page and gives it write access with this lock held
+                // for reading, so both are seen or neither.
                 let mut zapper = self.tdp.zapper();
                 for n in (taken.len()..log.words()).take(STRETCH) {
                     let bits = log.take(n);
@@ -99,10 +101,12 @@ impl VmMemory {
         let slots = self.slots();
         let (slot, log) = logging(&slots, slot)?;
         let behind = slot.npages.checked_sub(first).ok_or(DirtyLogError::Invalid)?;
+        // KVM's rule: a range is whole words, but for the slot's end.
         if first & 63 != 0 || count > behind || (count < behind && count & 63 != 0) {
             return Err(DirtyLogError::Invalid);
         }
         let (from, words) = ((first >> 6) as usize, count.div_ceil(64) as usize);
+        // The mask came from user space; what it lacks cannot be taken for zeros.
         let mask = mask.get(..words).ok_or(DirtyLogError::Invalid)?;
         let take = || {
             let (mut any, mut at) = (false, 0);
@@ -127,6 +131,7 @@ impl VmMemory {
     /// Whether there was anything to do.
     fn protect(&self, zapper: &mut Zapper<'_, Invalidations>, base: Gfn, bits: u64) -> bool {
         let any = zapper.watch_writes_masked(base, bits);
+        // Shadow leaves are no leaves of the tree, so its walk does not meet them.
         if self.derived().is_some() {
             let mut rest = bits;
             while rest != 0 {
@@ -155,6 +160,7 @@ impl VmMemory {
 
     /// A vCPU's CPU has made this page dirty. With interrupts off, too.
     pub fn note_logged(&self, gpa: Gpa) {
+        // By the slots of now: a page that moved has no other place to be noted at.
         if let Some(slot) = self.slots().find(gpa.gfn()) {
             slot.mark_dirty(gpa.gfn());
         }
@@ -167,6 +173,7 @@ impl VmMemory {
 }
 
 fn logging(slots: &mmu::MemSlots, slot: u32) -> Result<(&MemSlot, &DirtyBitmap), DirtyLogError> {
+    // Stock KVM tells a number that cannot be (EINVAL) from a slot that is not there (ENOENT).
     if slot >= mmu::slots::USER_SLOTS {
         return Err(DirtyLogError::Invalid);
     }

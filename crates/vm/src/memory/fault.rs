@@ -74,6 +74,8 @@ impl VmMemory {
             return FaultOutcome::ReadonlyWrite;
         }
         // Something is mapped: then mostly only the dirty log stands in the way.
+        // No look at the host: the leaf is still there, and any change of the host's would have
+        // withdrawn it.
         if access.present && self.restore(slot, gfn, access) {
             return FaultOutcome::Mapped;
         }
@@ -99,6 +101,8 @@ impl VmMemory {
         let mapper = self.tdp.mapper();
         let wanted = Wanted { write: access.write, fetch: access.exec };
         let restored = mapper.restore_access(gfn, wanted);
+        // With the lock still held for reading: who takes the log holds it for writing, so bit and
+        // right go together.
         if restored && access.write {
             slot.mark_dirty(gfn);
         }
@@ -117,8 +121,11 @@ impl VmMemory {
     ) -> FaultOutcome {
         let gfn = access.gpa.gfn();
         let logging = slot.dirty.is_some();
+        // An entry that is present was touched before; only its right to write was missing.
         let becomes_dirty = access.write || !access.present;
+        // A read-only slot stays so whatever the VMM's own mapping allows.
         let host_writable = page.is_writable() && !slot.is_readonly();
+        // The log is by 4 KiB, and a large leaf could not tell which page was written.
         let possible = if logging || page.level() <= LEVEL_4K {
             LEVEL_4K
         } else {
@@ -146,6 +153,7 @@ impl VmMemory {
         loop {
             let mapper = self.tdp.mapper();
             let end = Hva(first.wrapping_add(span));
+            // Under the lock: nothing that is looked at here can change before the leaf is in.
             if mapper.state().refuse(Hva(first), end, &self.ended, ended) {
                 return FaultOutcome::Retry;
             }
@@ -160,6 +168,8 @@ impl VmMemory {
                         // a page that only the log protects: restore() does not ask the host.
                         page.set_dirty();
                     }
+                    // Not while the log is on: what is mapped ahead can be written, and its first
+                    // write would be in no log.
                     if level == LEVEL_4K && !logging {
                         let wish = cache.run().wish(gfn);
                         if wish != 0 {
@@ -177,6 +187,7 @@ impl VmMemory {
                 }
                 MapOutcome::Conflict => {
                     // A slot moved, and its old translations are still being withdrawn.
+                    // The lock for reading is given up: it cannot be made one for writing.
                     drop(mapper);
                     let end = Gfn(gfn.0.wrapping_add(1));
                     let mut zapper = self.tdp.zapper();
@@ -216,6 +227,7 @@ impl VmMemory {
         let mut mapped = 0;
         while mapped < count {
             let gfn = Gfn(first.wrapping_add(u64::from(mapped)));
+            // Without sleeping and under the lock: only what the host has in its table already.
             let Ok(page) = fault_in(slot.hva_of(gfn), Direction::Read, Patience::Never) else {
                 break;
             };
@@ -233,6 +245,8 @@ impl VmMemory {
             if !matches!(mapper.map(gfn, &mapping, cache), MapOutcome::Mapped(_)) {
                 break;
             }
+            // As for the page that faulted: the guest writes through the leaf without another
+            // fault.
             if host_writable {
                 page.set_dirty();
             }

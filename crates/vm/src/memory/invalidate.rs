@@ -41,6 +41,7 @@ impl VmMemory {
         // that a slot created meanwhile is either seen here or its faults see the refusal.
         self.tdp.zapper().state_mut().begin(start, end);
         let slots = self.slots();
+        // The OOM reaper forbids sleep, and then a long range is done in one go.
         let pace = if may_block { Pace::Yields } else { Pace::Through };
         frames_behind(&slots, start, end, |first, behind| {
             self.zap(first, behind, Thoroughness::Leaves, flush, pace);
@@ -57,10 +58,14 @@ impl VmMemory {
 
     /// Whether pages of `start..end` were accessed by the guest; forgets it.
     pub fn clear_young(&self, start: Hva, end: Hva, flush: &(impl FlushRemote + ?Sized)) -> bool {
+        // The CPU's flags are cleared without a flush: at worst a page looks old that was used a
+        // moment ago.
         if self.tdp.format().tracks() {
             return self.age(start, end, Marks::Cleared);
         }
         // Seen again when it is mapped again.
+        // A CPU without accessed flags tells nothing of use, so what is mapped counts as used and
+        // goes.
         let slots = self.slots();
         let mut young = false;
         frames_behind(&slots, start, end, |first, behind| {
@@ -89,6 +94,7 @@ impl VmMemory {
         let slots = self.slots();
         let mut young = false;
         frames_behind(&slots, start, end, |first, behind| {
+            // To clear, every slot has to be visited; to ask, the first young page answers.
             if marks == Marks::Cleared || !young {
                 young |= self.tdp.mapper().age(first, behind, marks);
                 young |= self.age_shadow(first, behind, marks);

@@ -197,6 +197,7 @@ impl VmMemory {
         // One change at a time: a table is made from the one before.
         let _held = self.slots_lock.lock();
         let change = self.slots().change(region, &self.limits)?;
+        // VMMs set regions that are there already; those cost no grace period.
         if change.is_nothing() {
             return Ok(());
         }
@@ -224,6 +225,7 @@ impl VmMemory {
                 }
             },
         );
+        // The limit goes by the memory that there is now.
         self.adapt_shadow_limit(flush);
         Ok(())
     }
@@ -246,6 +248,7 @@ impl VmMemory {
         flush: &(impl FlushRemote + ?Sized),
         pace: Pace,
     ) {
+        // Beyond the tables indices begin anew, and the first frames would be withdrawn.
         let end = end.0.min(self.tdp.frames());
         let mut at = first.0;
         while at < end {
@@ -275,6 +278,8 @@ impl VmMemory {
             let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
             let rest = self.tdp.mapper().split_large(Gfn(at), Gfn(stop), &mut cache);
             at = rest.map_or(stop, |next| next.0);
+            // Without memory the leaves stay large and lose their write access whole; the guest's
+            // faults split them.
             if rest.is_some() && cache.top_up(TableCache::MOST).is_err() {
                 return;
             }
@@ -283,6 +288,8 @@ impl VmMemory {
     }
 
     fn watch_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
+        // Small first: where the CPU logs, a small leaf is watched by its dirty bit, and a large
+        // one would lose its write access.
         self.split_slot(slot);
         let (mut at, end) = (slot.base.0, slot.end().0);
         let mut any = false;

@@ -48,6 +48,7 @@ impl VmMemory {
         if self.shadow.is_some() {
             return Err(NoMemory);
         }
+        // Asked first: all callers but one find the pages made.
         if self.nested.get().is_some() {
             return Ok(());
         }
@@ -86,6 +87,7 @@ impl VmMemory {
                 .on_shadow(by.vcpu, nested, |view, guard| guard.nested_switch(view, roots, tables));
             match outcome {
                 NestedSwitch::Ready(root) => return Ok(root),
+                // Outside of the section: this allocates, and may throw pages away and flush.
                 NestedSwitch::NeedPages(count) => nested.reserve(count, by.flush)?,
                 NestedSwitch::Refused => return Err(MemoryError::Fault),
             }
@@ -159,6 +161,8 @@ impl VmMemory {
             }
             (FaultOutcome::Mmio, Some(fault)) => Some(NestedOutcome::L1(fault)),
             (FaultOutcome::Mmio, None) => Some(NestedOutcome::Mmio(gpa)),
+            // A table in a ROM is read as it is; noted, so that the next walk leaves its flags
+            // alone.
             (FaultOutcome::ReadonlyWrite, Some(_)) => {
                 roots.note_rom(gpa.gfn(), generation);
                 None

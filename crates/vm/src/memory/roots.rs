@@ -13,6 +13,7 @@ use super::VmMemory;
 impl VmMemory {
     /// The TDP root, held by one more vCPU.
     pub fn hold_tdp_root(&self) -> Hpa {
+        // Counted before the address is given: the last to leave must see this one.
         self.root_users.fetch_add(1, Ordering::AcqRel);
         self.tdp_root()
     }
@@ -26,6 +27,7 @@ impl VmMemory {
 
     /// A vCPU that holds the TDP root is gone. Whether it was the last.
     pub fn leave_tdp_root(&self) -> bool {
+        // Whoever brings it to zero frees: the exchange lets only one vCPU see that.
         self.root_users.fetch_sub(1, Ordering::AcqRel) == 1
     }
 }

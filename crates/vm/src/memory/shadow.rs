@@ -66,6 +66,8 @@ pub(super) const ROUNDS: u32 = 16;
 impl VmMemory {
     /// Like [`VmMemory::new`], for hardware that is given shadow tables (`npt=0`).
     pub fn with_shadow(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
+        // Always the ordinary format, of four levels: what the hardware walks here is what a
+        // guest's own tables are.
         let shadow = Some(pages(Format::npt(4, format.encryption()))?);
         Ok(Self { shadow, ..Self::new(format, limits)? })
     }
@@ -210,6 +212,7 @@ impl VmMemory {
                     },
                 )
             }
+            // A table in no slot reads as nothing: the guest has its #PF.
             (FaultOutcome::Mmio, Some(exception)) => Some(ShadowOutcome::Guest(exception)),
             (FaultOutcome::Mmio, None) => Some(ShadowOutcome::Mmio(gpa)),
             (FaultOutcome::ReadonlyWrite, Some(_)) => {
@@ -308,6 +311,7 @@ impl VmMemory {
     pub(super) fn note_shadow_write(&self, gpa: Gpa, bytes: usize) {
         // Not of nested paging: those pages are as stale as a TLB until L1 flushes (ADR 53).
         let Some(shadow) = &self.shadow else { return };
+        // Of no bytes there is no last one.
         if bytes != 0 {
             let last = gpa.0.saturating_add(bytes as u64 - 1) >> 12;
             let mut guard = shadow.lock();
