@@ -70,6 +70,7 @@ impl<T> Arc<T> {
 
     /// Gives up this ownership without dropping; [`Arc::from_raw`] takes it back.
     pub fn into_raw(self) -> *const T {
+        // Forgotten, so that the count keeps this owner.
         ManuallyDrop::new(self).as_ptr()
     }
 
@@ -77,6 +78,7 @@ impl<T> Arc<T> {
     /// `ptr` came from [`Arc::into_raw`] (or `as_ptr` of an owner given up) of the same `T`, and
     /// each ownership is taken back once.
     pub unsafe fn from_raw(ptr: *const T) -> Self {
+        // The offset and not a cast: the value's alignment decides where it lies behind the count.
         let offset = core::mem::offset_of!(Shared<T>, value);
         // SAFETY: the value lies at that offset in its Shared.
         let shared = unsafe { ptr.byte_sub(offset) }.cast::<Shared<T>>().cast_mut();
@@ -138,6 +140,7 @@ impl<T> Drop for Arc<T> {
         {
             return;
         }
+        // Pairs with the Release of every other owner's drop.
         fence(Ordering::Acquire);
         // SAFETY: the last owner is gone: the value and its memory go here, once.
         unsafe {

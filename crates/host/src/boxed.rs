@@ -25,6 +25,7 @@ unsafe impl<T: Sync> Sync for KBox<T> {}
 pub(crate) fn allocate<T>(zeroed: bool) -> Result<NonNull<T>, NoMemory> {
     let layout = Layout::new::<T>();
     if layout.size() == 0 {
+        // The allocator must not be asked for nothing; a dangling pointer is never read then.
         return Ok(NonNull::dangling());
     }
     // SAFETY: the layout has a size.
@@ -94,6 +95,7 @@ impl<T> KBox<T> {
 
     /// Moves the value out and frees the allocation.
     pub fn into_inner(self) -> T {
+        // Forgotten first: its Drop would free what is being moved out.
         let ptr = ManuallyDrop::new(self).ptr;
         // SAFETY: the box owned the value and is forgotten; the memory is freed once.
         unsafe {

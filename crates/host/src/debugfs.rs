@@ -105,6 +105,7 @@ impl Drop for DebugDir {
 
 /// The table by which C adds up the numbers of all objects of this type.
 pub fn totals<T: DebugObject>() -> *const c_void {
+    // The table lives as long as the module, for C keeps its address.
     let table: &'static DebugCalls = &Calls::<T>::TABLE;
     core::ptr::from_ref(table).cast()
 }
@@ -119,6 +120,7 @@ unsafe extern "C" fn show<T: DebugObject>(object: *mut c_void, file: u32, to: *m
     // SAFETY: the directory holds a share while its files are read.
     let object = unsafe { &*object.cast::<T>() };
     let mut text = Text { raw: to, here: PhantomData };
+    // A number is written here, so that no object has to know how.
     if file < T::NUMBERS {
         let _ = fmt::Write::write_fmt(&mut text, format_args!("{}\n", object.value(file)));
     } else {

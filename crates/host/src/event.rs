@@ -108,10 +108,12 @@ impl<T: EventHandler> Watch<T> {
     pub fn new(fd: i32, value: T) -> Result<Arc<Self>, WatchError> {
         let raw = UnsafeCell::new(sys::WatchRaw::new());
         let arc = Arc::new(Self { watch: raw, value })?;
+        // The value's own address, which is fixed from here on: C hands it back with each call.
         let context = (&raw const arc.value).cast_mut().cast::<c_void>();
         // SAFETY: the watch will not move again, and Drop detaches it before the value goes.
         match unsafe { sys::gnt_watch_attach(arc.watch.get(), fd, &Calls::<T>::TABLE, context) } {
             0 => Ok(arc),
+            // The kernel's errno: numbers are all that crosses the border.
             EBADF => Err(WatchError::BadFd(BadFd::Closed)),
             EBUSY => Err(WatchError::Busy),
             _ => Err(WatchError::BadFd(BadFd::WrongKind)),

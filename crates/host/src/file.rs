@@ -85,6 +85,7 @@ impl NewFile {
     pub fn new<T: FileObject>(object: Arc<T>, number: Option<u32>) -> Result<Self, i32> {
         let mut fd = -1;
         let raw = object.into_raw().cast_mut().cast::<c_void>();
+        // A VM's file has no number: C adds none for -1.
         let number = number.map_or(-1, i64::from);
         // SAFETY: the file takes the ownership over; the table is made for T.
         let file = unsafe {
@@ -93,6 +94,7 @@ impl NewFile {
         if file.is_null() {
             // SAFETY: the file was not made, so the ownership is still ours.
             drop(unsafe { Arc::from_raw(raw.cast::<T>()) });
+            // C returns the errno in the descriptor's place.
             return Err(fd.saturating_neg());
         }
         Ok(Self { file, fd, _here: PhantomData })
@@ -105,6 +107,7 @@ impl NewFile {
 
     /// Shows the file to user space. From here on other threads may use it, and close it.
     pub fn install(self) -> i32 {
+        // Dropping it would undo what is now user space's.
         let this = core::mem::ManuallyDrop::new(self);
         // SAFETY: made by new(), installed once.
         unsafe { sys::gnt_file_install(this.file, this.fd) };
@@ -123,6 +126,7 @@ impl Drop for NewFile {
 pub fn get<T: FileObject>(fd: i32) -> Option<Arc<T>> {
     let mut object = core::ptr::null_mut();
     let mut calls = core::ptr::null();
+    // Referenced from here on: another thread may close the descriptor.
     let file = sys::gnt_file_get(fd, &mut calls, &mut object);
     if file.is_null() {
         return None;
@@ -130,8 +134,10 @@ pub fn get<T: FileObject>(fd: i32) -> Option<Arc<T>> {
     // SAFETY: the file is one of ours and referenced until gnt_file_put: its table is one of those
     // made here, and names the type of the object of which it holds an ownership.
     unsafe {
+        // The type first: a descriptor of another kind of ours has a table of its own.
         let same: bool = (*calls).kind == TypeId::of::<T>();
         let arc = same.then(|| Arc::clone_from_raw(object.cast::<T>()));
+        // Behind the clone: until then the file alone keeps the object.
         sys::gnt_file_put(file);
         arc
     }
@@ -145,6 +151,7 @@ unsafe extern "C" fn ioctl<T: FileObject>(
     argument: u64,
     compat: i32,
 ) -> i64 {
+    // Not dropped: the file keeps its ownership.
     // SAFETY: the file is open during the call; its ownership is borrowed, not taken.
     let arc = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(object.cast::<T>()) });
     let caller = if compat != 0 { Pointers::Bits32 } else { Pointers::Bits64 };
@@ -166,6 +173,7 @@ unsafe extern "C" fn read<T: FileObject>(
 unsafe extern "C" fn release<T: FileObject>(object: *mut c_void) {
     // SAFETY: the file's ownership is taken back, once.
     let arc = unsafe { Arc::from_raw(object.cast::<T>()) };
+    // Before the ownership goes: what is told to the object needs it alive.
     arc.released();
 }
 

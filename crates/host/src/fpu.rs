@@ -58,6 +58,7 @@ impl GuestFpu {
     /// `xfeatures`: as much as there is room for, and nothing into less than 4096 bytes. `pkru` is the
     /// guest's, which lives outside the container.
     pub fn to_uabi(&self, out: &mut [u8], xfeatures: u64, pkru: u32) {
+        // Less than the legacy area and the header would be written past its end.
         if out.len() < LEAST_IMAGE {
             return;
         }
@@ -71,6 +72,7 @@ impl GuestFpu {
     /// Takes the state from `KVM_SET_XSAVE`'s layout. At least 4096 bytes, and
     /// [`GuestFpu::uabi_size`]. `pkru` receives the guest's PKRU if the image has one.
     pub fn from_uabi(&mut self, from: &[u8], xcr0: u64, pkru: &mut u32) -> Result<(), BadState> {
+        // The kernel reads by its own size, whatever the caller thinks.
         if from.len() < self.uabi_size() {
             return Err(BadState);
         }
@@ -89,6 +91,7 @@ impl GuestFpu {
 
     /// Resets the state to that of power-on. Loaded, it stays loaded.
     pub fn reset(&mut self) -> Result<(), NoMemory> {
+        // Made first: without memory the old state stays.
         let new = Self::alloc()?;
         let before = self.owner;
         self.put();

@@ -109,6 +109,7 @@ pub fn fault_in(hva: Hva, direction: Direction, patience: Patience) -> Result<Ho
         Patience::Killable => 2,
         Patience::InterruptibleFresh => 3,
     };
+    // Only the first mode neither faults a page in nor waits.
     if mode != 0 {
         sys::might_sleep();
     }
@@ -128,6 +129,7 @@ pub fn fault_in(hva: Hva, direction: Direction, patience: Patience) -> Result<Ho
         2 => Err(GupError::Interrupted),
         3 => Err(GupError::HwPoison),
         4 => Err(GupError::Again),
+        // Whatever else the kernel says, there is no memory to be had.
         _ => Err(GupError::Fault),
     }
 }
@@ -172,6 +174,7 @@ impl HostPage {
     /// the section in which the MMU notifier's count was found unchanged, with its lock held.
     #[inline]
     pub fn set_dirty(&self) {
+        // A page that the host's table calls dirty needs no second word of it.
         if self.frame.is_memory() && !self.dirty {
             // SAFETY: a reference is held, or the MMU notifier's lock and count say that the host's mapping still holds
             // the frame; a stale frame would be marked wrongly, but its struct page is there either way.
@@ -192,6 +195,7 @@ impl HostPage {
 impl Drop for HostPage {
     #[inline]
     fn drop(&mut self) {
+        // Only what was found with a reference gives one back; a look into the table takes none.
         if self.held {
             // SAFETY: the reference is this value's own, and dropped once.
             unsafe { sys::gnt_page_put(self.frame.pfn.0) }

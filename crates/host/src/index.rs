@@ -40,12 +40,14 @@ impl GuestIndex {
     /// The index into a table of so many, `None` outside of it.
     #[inline(always)]
     pub fn below(self, len: usize) -> Option<usize> {
+        // The compare decides; the mask binds what the CPU guesses past it.
         if self.0 < len { Some(self.0 & mask_below(self.0, len)) } else { None }
     }
 
     /// What lies there in `table`.
     #[inline(always)]
     pub fn of<T>(self, table: &[T]) -> Option<&T> {
+        // Masked by the same length, so the check in get() cannot fail.
         table.get(self.below(table.len())?)
     }
 

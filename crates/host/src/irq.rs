@@ -35,6 +35,7 @@ impl Drop for Off {
 /// Turns interrupts off, which are on.
 #[inline(always)]
 pub fn disable() -> Off {
+    // On before, by contract: the guard turns them on again without asking.
     sys::irq_disable();
     // The number is asked for last: before, the task could still move.
     Off { cpu: smp::cpu_id(), _here: PhantomData }

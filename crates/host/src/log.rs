@@ -31,6 +31,7 @@ impl Write for Line {
             to.copy_from_slice(from);
         }
         self.len = self.len.saturating_add(taken);
+        // Told as an error, so that formatting ends where the buffer does.
         if taken == text.len() { Ok(()) } else { Err(fmt::Error) }
     }
 }
@@ -39,6 +40,7 @@ impl Write for Line {
 #[cold]
 #[inline(never)]
 pub fn write(level: Level, ratelimited: bool, message: fmt::Arguments<'_>) {
+    // A guest may cause a message at each exit, and the log is the administrator's.
     if ratelimited && sys::gnt_log_ratelimit() == 0 {
         return;
     }

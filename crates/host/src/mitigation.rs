@@ -31,6 +31,7 @@ pub enum NxHugePages {
 impl NxHugePages {
     /// As the module was loaded with.
     pub fn asked() -> Self {
+        // An unknown number is taken for what the kernel says by itself.
         match port::gnt_nx_huge_pages_asked() {
             1 => Self::Off,
             2 => Self::Force,

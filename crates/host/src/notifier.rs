@@ -62,6 +62,7 @@ impl<T: InvalidateHandler> WithNotifier<T> {
     pub fn new(value: T) -> Result<Arc<Self>, NoMemory> {
         let raw = UnsafeCell::new(sys::NotifierRaw::new());
         let arc = Arc::new(Self { notifier: raw, value })?;
+        // The value's own address, which is fixed from here on: C hands it back with each notice.
         let context = (&raw const arc.value).cast_mut().cast::<c_void>();
         // SAFETY: the notifier will not move again, and Drop unregisters it before the value goes.
         match unsafe { sys::gnt_notifier_register(arc.notifier.get(), &Calls::<T>::TABLE, context) }

@@ -38,8 +38,10 @@ impl<T> Once<T> {
     /// Fills the slot without allocating or freeing, for a caller that holds a spin lock. A slot that is full
     /// stays as it is, and the box comes back.
     pub fn set_box(&self, value: KBox<T>) -> Option<KBox<T>> {
+        // Not dropped: once the slot has taken it, it is the slot's.
         let new = ManuallyDrop::new(value);
         let raw = ptr::from_ref::<T>(&new).cast_mut();
+        // Acquire on failure too: who lost reads what the other has put there.
         let done =
             self.value.compare_exchange(ptr::null_mut(), raw, Ordering::AcqRel, Ordering::Acquire);
         done.is_err().then(|| ManuallyDrop::into_inner(new))
@@ -48,6 +50,7 @@ impl<T> Once<T> {
     /// What it holds.
     #[inline]
     pub fn get(&self) -> Option<&T> {
+        // Acquire: the value is seen as it was before it was published.
         // SAFETY: a non-null pointer came from set() and lives until drop or clear().
         unsafe { self.value.load(Ordering::Acquire).as_ref() }
     }
@@ -57,6 +60,7 @@ impl<T> Once<T> {
     /// # Safety
     /// No reference that [`Once::get`] gave out is used any more.
     pub unsafe fn clear(&self) {
+        // Exchanged, so that two that clear free it once.
         let raw = self.value.swap(ptr::null_mut(), Ordering::AcqRel);
         if !raw.is_null() {
             // SAFETY: it came from a KBox in set() and is taken back once, by the swap.

@@ -15,6 +15,7 @@ use crate::sys;
 /// Only the address is computed; whether it may be read is the caller's business.
 #[inline]
 pub fn direct_map(hpa: Hpa) -> *mut u8 {
+    // Wrapping: a wrong address shows when it is used, not in the sum.
     sys::direct_map_base().wrapping_add(hpa.0) as *mut u8
 }
 
@@ -38,6 +39,7 @@ pub struct Page {
 impl Page {
     /// A fresh page, all zero.
     pub fn zeroed() -> Result<Self, NoMemory> {
+        // Physical page 0 is never given out, so 0 can say that there was no memory.
         match sys::gnt_page_alloc() {
             0 => Err(NoMemory),
             hpa => Ok(Self { hpa: Hpa(hpa) }),
@@ -87,6 +89,7 @@ impl Page {
 
     /// Gives up ownership: the page lives until [`Page::from_hpa`] takes it back.
     pub fn into_hpa(self) -> Hpa {
+        // Forgotten: its Drop would free what an entry is about to point to.
         core::mem::ManuallyDrop::new(self).hpa
     }
 
@@ -114,6 +117,7 @@ pub struct Pages {
 impl Pages {
     /// Fresh pages, all zero. `order` up to 10; more is refused.
     pub fn zeroed(order: u32) -> Result<Self, NoMemory> {
+        // The buddy allocator's largest block; beyond it the kernel warns.
         if order > 10 {
             return Err(NoMemory);
         }

@@ -21,6 +21,8 @@ pub fn online_cpus() -> u32 {
 /// Makes CPU `cpu` leave the guest soon, by a reschedule interrupt. Does not wait.
 #[inline]
 pub fn kick(cpu: usize) {
+    // Numbers come from words that other CPUs write; one out of range would be read beyond the
+    // kernel's tables.
     if cpu < max_cpus() {
         // SAFETY: the number is in range.
         unsafe { sys::gnt_kick(cpu as u32) }
@@ -33,6 +35,7 @@ pub fn kick(cpu: usize) {
 /// Interrupts on. The iterator runs with preemption off and must not sleep.
 pub fn sync_cpus(cpus: impl IntoIterator<Item = usize>) {
     let limit = max_cpus();
+    // Preemption is off from here on: the CPU that is left out must stay this one.
     let mask = sys::gnt_sync_begin();
     for cpu in cpus {
         if cpu < limit {

@@ -51,6 +51,8 @@ impl<T> Srcu<T> {
     /// Writers exclude each other by a lock of their own. Sleeps; never call it with a guard held.
     pub fn replace(&self, new: KBox<T>) -> KBox<T> {
         sys::might_sleep();
+        // Published before the wait: readers that come from here on see the new value, and are not
+        // waited for.
         let old = self.current.swap(new.into_raw(), Ordering::AcqRel);
         // SAFETY: the domain lives as long as self.
         unsafe { sys::gnt_srcu_synchronize(self.domain) };

@@ -63,6 +63,7 @@ impl<T> Mutex<T> {
     pub fn lock(&self) -> MutexGuard<'_, T> {
         sys::might_sleep();
         self.class.acquire(Taken::Asleep);
+        // Free in nearly all cases, and then no function of the kernel's is called.
         if !self.take() {
             sys::gnt_mutex_lock_slow(&self.word);
         }
@@ -74,6 +75,7 @@ impl<T> Mutex<T> {
         sys::might_sleep();
         self.class.acquire(Taken::Asleep);
         if !self.take() && sys::gnt_mutex_lock_killable_slow(&self.word) != 0 {
+            // Told to lockdep before it was had, so it is taken back.
             self.class.release();
             return Err(Interrupted);
         }
@@ -83,6 +85,7 @@ impl<T> Mutex<T> {
     /// Takes the lock if it is free now.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.take().then(|| {
+            // Told only when it was had: an attempt waits for nobody and makes no order.
             self.class.acquire(Taken::Tried);
             MutexGuard { mutex: self, _here: PhantomData }
         })
@@ -124,6 +127,7 @@ unsafe impl<T: Sync> Sync for MutexGuard<'_, T> {}
 
 impl<T> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
+        // Before the word is free, as the kernel's own locks tell lockdep.
         self.mutex.class.release();
         // A full barrier either way: the waker must see a sleeper that saw the lock held.
         if self.mutex.word.swap(FREE, Ordering::SeqCst) != HELD {

@@ -78,6 +78,7 @@ impl Waiter {
     pub fn wait(&self, sleeper: &mut impl Sleeper, poll_ns: u64) -> Blocked {
         let mut times = WaitTimes::default();
         let ended = 'wait: {
+            // Before the clock is read: a wait that is over already costs nothing more.
             if sleeper.is_ready() {
                 break 'wait Blocked::AtOnce;
             }
@@ -129,11 +130,13 @@ impl Waiter {
 /// task wants the CPU.
 fn poll(sleeper: &mut impl Sleeper, began: u64, poll_ns: u64, times: &mut WaitTimes) -> bool {
     while sys::gnt_may_poll() != 0 {
+        // Looked at before the time: a poll that is over at once has still looked.
         let done = sleeper.is_ready();
         times.polled_ns = crate::clock::monotonic_ns().saturating_sub(began);
         if done {
             return true;
         }
+        // Leaves the core's other hardware thread its share.
         core::hint::spin_loop();
         if times.polled_ns >= poll_ns {
             break;

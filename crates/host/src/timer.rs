@@ -40,6 +40,8 @@ impl<T: TimerHandler> WithTimer<T> {
     #[allow(clippy::new_ret_no_self, reason = "the kernel links the timer: it may not move")]
     pub fn new(value: T) -> Result<Arc<Self>, NoMemory> {
         let arc = Arc::new(Self { timer: UnsafeCell::new(sys::TimerRaw::new()), value })?;
+        // The value's own address, which is fixed from here on: C hands it back when the timer
+        // fires.
         let context = (&raw const arc.value).cast_mut().cast::<c_void>();
         // SAFETY: the timer will not move again, and Drop cancels it before the value goes.
         unsafe { sys::gnt_timer_init(arc.timer.get(), expired::<T>, context) };
@@ -82,6 +84,7 @@ unsafe extern "C" fn expired<T: TimerHandler>(context: *mut c_void) -> u64 {
 
 impl<T: TimerHandler> Drop for WithTimer<T> {
     fn drop(&mut self) {
+        // Before the fields go: it waits for a handler that is running.
         self.cancel();
     }
 }

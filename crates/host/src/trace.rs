@@ -51,12 +51,15 @@ impl Observed {
     /// Whether anything is.
     #[inline]
     pub fn any(self) -> bool {
+        // The upper half says which time round it is.
         self.0 & 0xffff != 0
     }
 
     /// Whether a tracepoint is listened to that tells of what an exit asked for.
     #[inline]
     pub fn details(self) -> bool {
+        // Bits 6:2. The others tell of entries, exits, interrupts and faults, and not of what was
+        // asked.
         const DETAILS: u32 = 0b0111_1100;
         self.0 & DETAILS != 0
     }

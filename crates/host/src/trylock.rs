@@ -39,6 +39,7 @@ impl<T> TryLock<T> {
 
     #[inline]
     fn take(&self) -> bool {
+        // Acquire: what the last holder did is seen.
         self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
@@ -50,6 +51,7 @@ impl<T> TryLock<T> {
 
     /// Takes the lock, however long that takes.
     pub fn lock(&self) -> TryGuard<'_, T> {
+        // Queued first: of those that wait one alone looks at the word.
         let queue = self.queue.write();
         while !self.take() {
             core::hint::spin_loop();
@@ -98,6 +100,7 @@ impl<T> DerefMut for TryGuard<'_, T> {
 impl<T> Drop for TryGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
+        // Before the queue's lock: its next one finds the word free.
         self.lock.held.store(false, Ordering::Release);
     }
 }

@@ -248,6 +248,7 @@ unsafe extern "C" {
 /// What is observed; written by C at any time.
 #[inline]
 pub(crate) fn observed() -> u32 {
+    // Relaxed: a change of it interrupts every CPU, which is what orders it.
     // SAFETY: a u32 that lives as long as the module, and is accessed by whole words only.
     unsafe { gnt_observed.load(Ordering::Relaxed) }
 }

@@ -38,6 +38,7 @@ pub(crate) unsafe fn gnt_sync_add(_: *mut CpuMaskRaw, cpu: u32) {
 pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
     let (world, own) = (World::current(), IRQS_OFF_AS.get());
     let cpus = TO_SYNC.take();
+    // Copied out under the lock and waited for without it: who turns interrupts on takes it.
     let mut rest: Vec<u64> = {
         let state = world.lock();
         let there = state.irqs_off.iter().filter(|(id, cpu)| **id != own && cpus.contains(cpu));

@@ -12,10 +12,12 @@ pub(crate) type EventFdRaw = Event;
 
 pub(crate) fn signal(event: &Event, count: u64) {
     let mut state = event.state.lock().unwrap_or_else(PoisonError::into_inner);
+    // The kernel gives a signal to who watches and leaves the counter at 0.
     if state.watches.is_empty() {
         state.count = state.count.saturating_add(count);
         return;
     }
+    // In the kernel a watch is called under the eventfd's lock, with interrupts off.
     let irqs_were_on = set_irqs(false);
     for (_, calls, context) in &state.watches {
         // SAFETY: attached; detaching takes the lock held here.

@@ -17,6 +17,7 @@ pub(super) fn nap() {
 }
 
 pub(crate) fn gnt_mutex_lock_slow(word: &AtomicU32) {
+    // 2 and not 1: whoever holds it has to wake somebody when it goes.
     while word.swap(2, Ordering::Acquire) != 0 {
         nap();
     }
@@ -34,6 +35,7 @@ pub(crate) fn gnt_mutex_wake(_: &AtomicU32) {
     WOKEN.1.notify_all();
 }
 pub(crate) unsafe fn gnt_spin_lock_irqsave(word: &AtomicU32) -> usize {
+    // Off before the lock is had, as in the kernel: a handler may want it.
     let irqs_were_on = set_irqs(false);
     step();
     while word.compare_exchange_weak(0, 1, Ordering::Acquire, Ordering::Relaxed).is_err() {
@@ -50,6 +52,7 @@ pub(crate) unsafe fn gnt_read_lock(words: &RwWords) {
     loop {
         let seen = words.0[0].load(Ordering::Relaxed);
         let next = seen.wrapping_add(1);
+        // The writer's mark is no count of readers.
         if seen != u32::MAX
             && words.0[0].compare_exchange(seen, next, Ordering::Acquire, Ordering::Relaxed).is_ok()
         {
@@ -107,6 +110,7 @@ pub(crate) unsafe fn gnt_srcu_synchronize(domain: *mut SrcuRaw) {
     let domain = unsafe { &*domain };
     let _writer = domain.writer.lock().unwrap_or_else(PoisonError::into_inner);
     let world = World::current();
+    // Twice: a reader may have read the index before the first flip and count itself behind it.
     for _ in 0..2 {
         fence(Ordering::SeqCst);
         let old = domain.index.fetch_xor(1, Ordering::SeqCst) & 1;

@@ -40,6 +40,7 @@ pub(crate) unsafe fn gnt_page_free(hpa: u64) {
 
 pub(super) fn user_ok(hva: u64, len: u64, direction: Direction) -> bool {
     let Some(end) = hva.checked_add(len) else { return false };
+    // As in the kernel: nothing is mapped at null, and the upper half is no user's.
     if hva < 4096 || end > 0x7fff_ffff_f000 {
         return false;
     }

@@ -46,6 +46,7 @@ fn before_this() -> Vec<Place> {
 /// A lock of `place` is waited for by one who holds `held`.
 fn note(held: Place, place: Place) {
     assert!(held != place, "two locks of one class are held at once, made at {place}");
+    // Each pair is noted once, or every lock would take the lock of all threads.
     if KNOWN.with_borrow_mut(|known| known.insert((held, place))) {
         let mut before = BEFORE.lock().unwrap_or_else(PoisonError::into_inner);
         let before = before.get_or_insert_default();
@@ -64,6 +65,7 @@ pub(crate) fn acquire(place: Place, how: Taken) {
     if std::thread::panicking() {
         return;
     }
+    // An attempt that fails waits for nobody, so it makes no order.
     if !is_tried(how) {
         for held in before_this() {
             note(held, place);

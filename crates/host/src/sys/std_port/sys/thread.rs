@@ -27,6 +27,7 @@ pub(super) static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 /// Turns interrupts on or off for this thread: one that has them off holds up who waits for its CPU, as
 /// [`gnt_sync_end`] does.
 pub(crate) fn set_irqs(on: bool) -> bool {
+    // The longest stretch stays; only the running count begins anew.
     if on {
         STEPS.set((0, STEPS.get().1));
     }
@@ -37,6 +38,7 @@ pub(crate) fn set_irqs(on: bool) -> bool {
         if on {
             state.irqs_off.remove(&IRQS_OFF_AS.take());
         } else {
+            // A number for each stretch, so that a wait ends with this one and not with a later.
             let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
             IRQS_OFF_AS.set(id);
             state.irqs_off.insert(id, CPU.get());
@@ -47,6 +49,7 @@ pub(crate) fn set_irqs(on: bool) -> bool {
 
 pub(crate) fn might_sleep() {
     let atomic = !IRQS_ON.get() || PREEMPT_OFF.get() != 0;
+    // A panic on the way out must not hide the first.
     assert!(!atomic || std::thread::panicking(), "sleeps in atomic context");
 }
 

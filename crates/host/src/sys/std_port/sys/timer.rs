@@ -35,6 +35,7 @@ pub(crate) unsafe fn gnt_timer_start(t: *mut TimerRaw, at: u64) {
     // SAFETY: t lives by the contract.
     let mut state = unsafe { &*t }.state();
     let Some((expired, context)) = state.context else { return };
+    // It may be on the clock of another world, where a test has moved it.
     if let Some(old) = state.world.take() {
         old.lock().armed.remove(&state.id);
     }
@@ -47,6 +48,7 @@ pub(crate) unsafe fn gnt_timer_try_cancel(t: *mut TimerRaw) -> i32 {
     let state = unsafe { &*t }.state();
     let Some(world) = &state.world else { return 0 };
     let mut inside = world.lock();
+    // A handler that runs cannot be cancelled; who waits for its end asks again.
     if inside.firing.contains(&state.id) {
         return -1;
     }
@@ -78,11 +80,13 @@ impl World {
             state.now = state.now.max(at);
             state.firing.push(id);
             drop(state);
+            // As the kernel calls it: a handler that would sleep is found.
             let irqs_were_on = set_irqs(false);
             // SAFETY: cancel waits for `firing`, and the owner cancels before it goes.
             let again = unsafe { (armed.expired)(armed.context.0) };
             set_irqs(irqs_were_on);
             let mut state = self.lock();
+            // From here on a cancel need not wait.
             state.firing.retain(|f| *f != id);
             if again != 0 {
                 state.armed.insert(id, Armed { at: again, ..armed });
