@@ -18,6 +18,7 @@ impl Counter {
     /// Adds `n`. Only the one writer calls this.
     #[inline(always)]
     pub fn add(&self, n: u64) {
+        // Load and store apart: there is one writer, and a reader sees the one value or the other.
         self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
@@ -48,6 +49,7 @@ impl SharedCounter {
     /// Adds `n` to the counter.
     #[inline]
     pub fn add(&self, n: u64) {
+        // Relaxed: a count orders nothing, and readers want no more than a number.
         self.0.fetch_add(n, Relaxed);
     }
 
@@ -60,6 +62,7 @@ impl SharedCounter {
 
     /// Raises the value to `n` if it is lower: a peak.
     pub fn raise(&self, n: u64) {
+        // By one operation: two CPUs may raise it at the same time.
         self.0.fetch_max(n, Relaxed);
     }
 

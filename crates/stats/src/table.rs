@@ -148,6 +148,7 @@ const KVM_VCPU: [Desc<OfVcpu>; 45] = {
         count(c"irq_window_exits", OfVcpu::By(Reason::InterruptWindow)),
         // Both kinds of window have this reason: the IRET that SVM intercepts, and the exit of VMX.
         count(c"nmi_window_exits", OfVcpu::By(Reason::Iret)),
+        // KVM's name for something that its caller does here: readers find it, and it stays 0.
         count(c"l1d_flush", OfVcpu::Zero),
         count(c"halt_exits", OfVcpu::By(Reason::Hlt)),
         of(c"request_irq_exits", RequestIrqExits),
@@ -233,6 +234,8 @@ pub static VCPU: [Desc<OfVcpu>; VCPU_STATS] = {
     // Made when the crate is compiled: the first word of each is a running sum.
     let mut all = [count(c"", OfVcpu::Zero); VCPU_STATS];
     let mut at = 0;
+    // The first word of each is known when the crate is compiled, so a reader searches and adds
+    // nothing.
     while at < VCPU_STATS {
         all[at] = vcpu_desc(at);
         if at != 0 {
@@ -310,6 +313,7 @@ pub fn find<S>(table: &[Desc<S>], at: usize) -> Option<(&Desc<S>, usize)> {
     // Sorted, since `first` is a running sum.
     let behind = table.partition_point(|desc| desc.first as usize <= at);
     let desc = table.get(behind.checked_sub(1)?)?;
+    // The word lies in the last statistic that begins at it or before it.
     let within = at - desc.first as usize;
     (within < desc.words()).then_some((desc, within))
 }
@@ -347,6 +351,7 @@ impl OfVm {
         match self {
             Self::Zero => 0,
             Self::Count(what) => stats.of(*what).get(),
+            // Wrapping: a sum of counters wraps as a counter does.
             Self::Sum(source) => vcpus.map(|v| source.word(v, n)).fold(0, u64::wrapping_add),
         }
     }

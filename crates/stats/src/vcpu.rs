@@ -128,6 +128,7 @@ impl VcpuStats {
     /// All zero, on the heap; made there, because it is too large for the stack.
     #[inline(never)]
     pub fn shared() -> Result<Arc<Self>, NoMemory> {
+        // In its place: the frame of a kernel function has no room for some kilobytes.
         Arc::make(Self::new)
     }
 
@@ -191,6 +192,7 @@ impl VcpuStats {
 
     /// Exits with this reason that the inner loop answered. An interrupt is never answered there.
     pub fn answered_by(&self, reason: Reason) -> u64 {
+        // An interrupt is taken by the host; nothing answers it for the guest.
         if reason == Reason::Interrupt {
             return 0;
         }
@@ -201,6 +203,7 @@ impl VcpuStats {
 
     /// Exits in all.
     pub fn exits(&self) -> u64 {
+        // Wrapping, as each counter does.
         self.exits.iter().map(Counter::get).fold(0, u64::wrapping_add)
     }
 
@@ -208,6 +211,7 @@ impl VcpuStats {
     pub fn prepare_cycles(&self) -> Result<(), NoMemory> {
         // A quarter of a KiB for each reason: made when somebody looks, and kept.
         for place in &self.cycles {
+            // Asked first, so that a second observer allocates nothing.
             if place.get().is_none() {
                 place.set(Histogram::new())?;
             }
@@ -222,6 +226,7 @@ impl VcpuStats {
     /// `cycles` passed between an exit and the next entry.
     #[inline]
     pub fn took(&self, reason: Reason, cycles: u64) {
+        // Without a reader nobody has made room, and nothing is counted.
         if let Some(histogram) = self.cycles(reason) {
             histogram.count(cycles);
         }
