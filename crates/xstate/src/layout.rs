@@ -92,6 +92,7 @@ impl Layout {
         let user = u64::from(eax) | u64::from(edx) << 32;
         let [features, _, ecx, edx] = cpuid(leaf::XSAVE, 1);
         // Without XSAVES, ECX and EDX of subleaf 1 are reserved.
+        // Supervisor components are saved by XSAVES alone.
         let supervisor =
             if features & (1 << 3) != 0 { u64::from(ecx) | u64::from(edx) << 32 } else { 0 };
         // A component that nobody here knows is offered to nobody, so its size does not matter.
@@ -124,6 +125,7 @@ impl Layout {
     #[inline]
     pub fn component(&self, index: u32) -> Option<&Component> {
         // The guest names the subleaf.
+        // A component of no size is none: CPUID answers zeros for what the CPU lacks.
         host::GuestIndex::from(index).of(&self.components).filter(|component| component.size != 0)
     }
 
@@ -161,6 +163,7 @@ impl Layout {
             // A supervisor component has no place in the standard format (SDM vol. 1 §13.4.3).
             return (!wanted.is_supervisor()).then_some(wanted.offset);
         }
+        // Only components below take part in where this one begins (SDM vol. 1 §13.4.3).
         let below = components & 1u64.checked_shl(index)?.wrapping_sub(1);
         let end = self.required_size(below, Form::Compacted);
         Some(if wanted.is_aligned() { align64(end) } else { end })
@@ -175,6 +178,7 @@ impl Layout {
 
 fn required_size(components: u64, form: Form, mut component: impl FnMut(u32) -> Component) -> u32 {
     let mut size = LEGACY_AND_HEADER;
+    // The header stands before all of them in both forms; the legacy region is in it.
     let mut left = components & EXTENDED;
     while left != 0 {
         let index = left.trailing_zeros();

@@ -35,6 +35,7 @@ pub const fn xcr0_check(value: u64, supported: Xcr0) -> Result<Xcr0, Xcr0Fault> 
     if value & !(supported.bits() | Xcr0::X87.bits()) != 0 {
         return Err(Xcr0Fault::Unsupported);
     }
+    // AVX registers extend those of SSE, so hardware refuses one without the other.
     if wanted.contains(Xcr0::AVX) && !wanted.contains(Xcr0::SSE) {
         return Err(Xcr0Fault::AvxNeedsSse);
     }
@@ -67,6 +68,7 @@ pub const fn supported_xcr0(host_xcr0: u64) -> Xcr0 {
     if !offered.contains(Xcr0::LEGACY) {
         return Xcr0::empty();
     }
+    // The kernel may have switched off a part, and the guest could then enable none of them.
     if is_torn(offered, Xcr0::AVX512) || !offered.contains(Xcr0::AVX) {
         offered = offered.difference(Xcr0::AVX512);
     }
