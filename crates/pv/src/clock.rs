@@ -131,7 +131,10 @@ impl ClockPage {
         versioned(shared, 0, || {
             // The guest clears this flag itself, and must find it until then.
             let mut present = [0];
+            // Not atomic with the store below: it is cleared by the vCPU whose page it is, which
+            // does not run now.
             shared.read(FLAGS_OFFSET, &mut present)?;
+            // Of what stands there one bit is believed; the page is the guest's.
             let mut flags = present[0] & flags::GUEST_STOPPED;
             if sample.stable {
                 flags |= flags::TSC_STABLE;
@@ -147,6 +150,7 @@ impl ClockPage {
                 flags,
                 ..Self::default()
             };
+            // The version is written around the body, not with it, so that a reader sees it change.
             // All but the version.
             let (_, body) = page.as_bytes().split_at(4);
             shared.write(4, body)
@@ -169,6 +173,7 @@ impl WallClock {
         // The version of the guest's memory, which another VMM may have written, goes on.
         versioned(shared, 0, || {
             let page = Self { version: 0, sec, nsec };
+            // As above, all but the version.
             let (_, body) = page.as_bytes().split_at(4);
             shared.write(4, body)
         })

@@ -48,6 +48,7 @@ impl PvEoi {
     /// Those of the memory: then nothing is offered, and the guest writes its EOI register.
     pub fn offer<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
         // One byte, as from stock KVM: of the word only bit 0 has a meaning.
+        // The flag before the note: an offer that could not be stored must never be collected.
         shared.write(0, &[OWED])?;
         self.offered = true;
         Ok(())
@@ -67,6 +68,7 @@ impl PvEoi {
         self.offered = false;
         let mut flag = [0];
         shared.read(0, &mut flag)?;
+        // Clear: the guest has ended the interrupt since the offer.
         if flag[0] & OWED == 0 {
             return Ok(true);
         }

@@ -103,6 +103,7 @@ impl Hypercall {
         cpl: u8,
         features: u32,
     ) -> Result<Self, HypercallError> {
+        // Cut once and here, so that no call can look at the upper half by mistake.
         let width = |value: u64| if long { value } else { u64::from(value as u32) };
         let (a0, a1) = (width(regs.rbx), width(regs.rcx));
         // Before the number is looked at, as in stock KVM.

@@ -88,6 +88,7 @@ impl LazyDeadline {
     /// Where the page is, if the guest enabled it.
     #[inline]
     pub fn page(&self) -> Option<Gpa> {
+        // Aligned to 64 bytes, so that no page crosses into another frame.
         (self.msr & 1 != 0).then_some(Gpa(self.msr & !0x3f))
     }
 
@@ -146,6 +147,8 @@ impl LazyDeadline {
         }
         // The timer runs for the new one in any case; of the old one the page may still speak.
         let before = core::mem::replace(&mut self.armed, deadline);
+        // The timer runs already. The other way round a guest could trust a promise that nobody
+        // keeps yet.
         let stored = shared.write(ARMED, &deadline.to_le_bytes());
         if stored.is_err() {
             self.lose(before);
@@ -217,9 +220,12 @@ impl LazyDeadline {
         let kept_back = self.stale != 0 && pending > self.stale;
         let later = running != 0 && pending > running;
         // take_back() has stored 0. A promise stands there again only where it is to be kept.
+        // A deadline that is adopted is promised by whoever arms the timer for it.
         if !kept_back && !later && running != 0 {
             shared.write(ARMED, &running.to_le_bytes())?;
         }
+        // Only behind the stores, none of which has failed: until then the old promise may still
+        // stand there.
         self.stale = 0;
         self.in_doubt = false;
         if kept_back || later {

@@ -74,6 +74,7 @@ fn versioned<S: Shared>(
     version_offset: usize,
     body: impl FnOnce() -> Result<(), S::Error>,
 ) -> Result<(), S::Error> {
+    // The guest's word, of which any value will do: wrapping, and made odd from whatever it was.
     let odd = shared.read_u32(version_offset)?.wrapping_add(1) | 1;
     shared.write(version_offset, &odd.to_le_bytes())?;
     // An error leaves the version odd: the guest waits, and the next update mends it.

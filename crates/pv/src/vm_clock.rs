@@ -141,7 +141,10 @@ impl VmClock {
             Some(then) => now.real_ns.saturating_sub(then),
             None => 0,
         };
+        // Wrapping: the VMM chooses the time freely, and only differences matter.
         self.offset_ns = clock.wrapping_add(elapsed).wrapping_sub(now.base_ns());
+        // The common instant has to be of the new offset's moment, or pages of two vCPUs would not
+        // agree.
         self.resample(now);
     }
 }
