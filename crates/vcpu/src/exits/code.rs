@@ -40,6 +40,8 @@ pub(crate) trait CodeState: Backend {
     /// Whether the code segment is a 64-bit one: nearly always, and asked of less than the whole size.
     #[inline(always)]
     fn is_64bit_code(&self) -> bool {
+        // EFER.LMA first: a segment of legacy mode may have the bit set, and it means nothing
+        // there.
         self.efer().is_long() && self.code_attributes() & attr::L != 0
     }
 
@@ -114,6 +116,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<u64> {
         let (rip, mode) = (self.b.linear_rip_in(size), self.b.code_mode());
         let view = self.mmu.memory.view(s);
+        // Eight bytes are enough for nearly all instructions that exit; a longer one takes the cold
+        // way.
         self.code.fetch.first_bytes(&mode, rip, &view)
     }
 
@@ -133,6 +137,7 @@ impl<B: Backend> Vcpu<B> {
                 self.code.fetch.fetch(&context, rip, &view)?
             }
         };
+        // An instruction has at most 15 bytes: the sixteenth is of the next one.
         Some((code.bytes, code.len.min(15) as u8))
     }
 
@@ -211,6 +216,7 @@ impl<B: Backend> Vcpu<B> {
         let (size, rip) = (self.b.code_size(), self.b.linear_rip());
         let (mut bytes, mut len) = ([0; 15], 0);
         loop {
+            // Page by page: a neighbour in linear addresses may lie anywhere in physical ones.
             let at = Gva(rip.wrapping_add(len as u64));
             let gpa = match self.translate(at, walk::Access::FETCH) {
                 Ok(gpa) => gpa,
@@ -218,6 +224,8 @@ impl<B: Backend> Vcpu<B> {
             };
             let part = rest_in_page(&mut bytes, len, gpa);
             if self.mmu.memory.read_in_page(gpa, part).is_err() {
+                // A page of code where no memory is: KVM_RUN has no exit by which a VMM could give
+                // instruction bytes.
                 return Err(self.emulation_failed());
             }
             len += part.len();

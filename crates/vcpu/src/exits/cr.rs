@@ -23,6 +23,8 @@ use crate::{
 fn flushes(old: Cr4, new: Cr4) -> bool {
     let changed = old ^ new;
     changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::PCIDE)
+        // As on hardware, where SMEP that goes off leaves translations that allow less than they
+        // might.
         || (changed & new).contains(Cr4::SMEP)
 }
 
@@ -91,6 +93,8 @@ impl<B: Backend> Vcpu<B> {
         insn: &SystemMove,
         size: CodeSize,
     ) -> Next {
+        // A program would be refused by the CPU; that its bytes have changed since must not let it
+        // in.
         if insn.debug || insn.write != access.write || self.b.cpl() != 0 {
             return Next::Leave;
         }
@@ -100,6 +104,8 @@ impl<B: Backend> Vcpu<B> {
         }
         let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
         let long = size == CodeSize::Bits64;
+        // The number is the decoded one, which may differ from the exit's: both are CPL 0's to
+        // access.
         let access = CrAccess { cr: insn.register, ..access };
         self.access_cr(s, access, insn.gpr, next, |_| long)
     }
@@ -118,6 +124,8 @@ impl<B: Backend> Vcpu<B> {
         let done = if write {
             let value = self.gprs.get(gpr.into());
             let long = is_long(self);
+            // Outside 64-bit code a register has 32 bits: what long mode left above them is not
+            // part of the value.
             let value = if long { value } else { value & 0xffff_ffff };
             // PDPTEs are read from guest memory, which may have to be waited for: found out before anything was
             // written.
@@ -135,6 +143,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.read_cr_into(cr, gpr)
         };
+        // Only a completed access retires: a fault leaves RIP at the instruction.
         match done {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
@@ -145,6 +154,8 @@ impl<B: Backend> Vcpu<B> {
 
     fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
         let value = read_cr(&self.b, cr)?;
+        // The number is of guest bytes: masked, so that it cannot name more than the register file
+        // has.
         if let Some(slot) = self.gprs.0.get_mut(usize::from(gpr & 15)) {
             *slot = value;
         }
@@ -194,6 +205,8 @@ impl<B: Backend> Vcpu<B> {
         let (was_pg, pg) = (old.contains(Cr0::PG), new.contains(Cr0::PG));
         let to_long = pg && !was_pg && efer.contains(Efer::LME);
         // A change of one of these loads the PDPTEs anew, and bad ones refuse the write (SDM vol. 3A §4.4.1).
+        // Not for a switch to long mode: there CR3 names a table of four levels and no PDPTEs are
+        // loaded.
         if (new ^ old).intersects(Cr0::PG | Cr0::CD_NW) && !to_long && is_pae(new, cr4, efer) {
             self.load_pdptes(c.cr3)?;
         }
@@ -203,6 +216,8 @@ impl<B: Backend> Vcpu<B> {
             if !cr4.contains(Cr4::PAE) || cs.is_long() {
                 return Err(Exception::gp(0));
             }
+            // LMA follows at once: what is asked below, and the entry itself, take EFER and CR0 for
+            // one state.
             self.b.set_efer(efer | Efer::LMA);
         }
         if !pg && was_pg {
@@ -228,6 +243,7 @@ impl<B: Backend> Vcpu<B> {
         if c.efer.is_long() {
             // Bit 63 with PCIDs says "keep the TLB" and is not stored.
             let tagged = c.cr4.contains(Cr4::PCIDE);
+            // Without PCIDE bit 63 is reserved like the others, and is refused below.
             keep = tagged && value >> 63 != 0;
             let value = if tagged { value & !(1 << 63) } else { value };
             if value >> self.cpuid.maxphyaddr().min(52) != 0 {
@@ -238,6 +254,7 @@ impl<B: Backend> Vcpu<B> {
             if is_pae(c.cr0, c.cr4, c.efer) {
                 self.load_pdptes(value)?;
             }
+            // CR3 has 32 bits outside long mode, though the register here is wider.
             self.b.set_cr3(value & 0xffff_ffff);
         }
         self.mmu.cr3_loaded(&mut self.b, Tlb::flushed_if(!keep));
@@ -252,6 +269,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
+            // Neither may change under long mode: the tables in use would get another depth.
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
             // CR3's low bits become a tag: they have to be 0 when PCIDs are turned on (SDM vol. 2B).
             || ((changed & new).contains(Cr4::PCIDE)
@@ -259,13 +277,17 @@ impl<B: Backend> Vcpu<B> {
         {
             return Err(Exception::gp(0));
         }
+        // As for CR0: a change of one of these loads the PDPTEs anew, and bad ones refuse the
+        // write.
         if !long && changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::SMEP) {
             let c = self.b.control();
             if is_pae(c.cr0, new, efer) {
                 self.load_pdptes(c.cr3)?;
             }
         }
+        // Behind all that can refuse: a write that faults has changed nothing.
         self.b.set_cr4(new);
+        // CPUID shows these two bits of CR4.
         if changed.intersects(Cr4::OSXSAVE | Cr4::PKE) {
             self.cpuid_inputs_changed();
         }
@@ -303,6 +325,8 @@ impl<B: Backend> Vcpu<B> {
     /// Writes EFER, by WRMSR or for the VMM.
     pub(crate) fn write_efer(&mut self, value: u64, by: By) -> Result<(), Exception> {
         let new = Efer::from_bits_retain(value);
+        // LMA is allowed in the value, since a guest writes back what it has read, and ignored
+        // below.
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
@@ -354,6 +378,7 @@ impl<B: Backend> Vcpu<B> {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let value = (rdx << 32) | (rax & 0xffff_ffff);
         let valid = self.b.cpl() == 0
+            // XCR0 is the only register that XSETBV writes.
             && rcx as u32 == 0
             && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed());
         if !valid {

@@ -74,6 +74,8 @@ impl<B: Backend> Vcpu<B> {
         fetched: Fetched,
         decoded: &Decoded,
     ) -> Outcome {
+        // Begun before anything is asked, so that accesses answered for other bytes are not taken
+        // for these.
         self.device.user_io.log.begin(self.b.rip(), fetched, Execution::Emulated);
         let is_nested = self.pending.after_exit.is_nested();
         // L1 intercepts control registers one by one, and was asked about the one that the exit names.
@@ -143,6 +145,8 @@ impl<B: Backend> Vcpu<B> {
     ) -> Outcome {
         match result {
             Ok(done) => {
+                // What was answered is of what is complete now, and must not answer the next
+                // instruction.
                 self.device.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
                 // A trap goes by the flags that the instruction began with (SDM vol. 3B §18.3.1.4).
@@ -174,6 +178,7 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             Err(Stop::Fault(exception)) => {
+                // A fault is the end of it, too: the guest may come back to this instruction anew.
                 self.device.user_io.log.forget();
                 self.raise(exception);
                 Ok(())
@@ -186,6 +191,8 @@ impl<B: Backend> Vcpu<B> {
                 None => Err(self.emulation_failed()),
             },
             Err(Stop::Unsupported) => {
+                // Given up for good: a VMM that goes on begins it, if at all, without these
+                // answers.
                 self.device.user_io.log.forget();
                 Err(self.emulation_failed())
             }

@@ -73,6 +73,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(true);
         }
         // The table of real mode is of no use in protected mode.
+        // The offer stays out until then: it is not lost, the hardware has it.
         if is_protected(&self.b) || !interrupts_open(&self.b) {
             return Ok(false);
         }

@@ -36,6 +36,7 @@ fn memory_stop(error: MemoryError) -> Stop {
     match error {
         // A signal waits. It is served before the instruction is begun again.
         MemoryError::Interrupted => Stop::Retry,
+        // Another try would find the same.
         MemoryError::Unbacked
         | MemoryError::ReadOnly
         | MemoryError::Fault
@@ -120,6 +121,8 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, walk_access(how))?;
         let access = DeviceAccess::load(gpa, into.len() as u8);
+        // The log first: an answered access must not be made a second time, for devices tell reads
+        // apart.
         let data = match self.device.user_io.log.next(&access) {
             Some(answer) => answer,
             None if self.mmu.is_memory(gpa, Direction::Read) => {
@@ -134,6 +137,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, walk_access(how))?;
         let store = DeviceAccess::store_of(gpa, data);
+        // As for loads: a store that user space has done is not done again.
         if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
             return Ok(());
         }
@@ -145,6 +149,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn probe_write(&mut self, at: Gva, _len: usize) -> Result<(), Stop> {
+        // One page: the emulator splits what crosses into a second one.
         self.translate(at, walk::Access::WRITE).map(|_| ())
     }
 
@@ -298,6 +303,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         // L1 may want to hear of some values alone, and the value is known only here.
+        // Before the write: what L1 takes must not have happened for L2.
         if n == 0 && self.gives_cr0_to_l1(value, Cr0Write::Other) {
             return Err(Stop::Retry);
         }

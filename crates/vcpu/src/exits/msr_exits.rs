@@ -93,6 +93,8 @@ impl<B: Backend> Vcpu<B> {
                 Direction::Read => self.do_rdmsr(),
                 Direction::Write => self.do_wrmsr(),
             };
+            // Asked only after a refusal: the reason is for the VMM, and a successful access needs
+            // none.
             let unknown = msr::classify(index) == Class::Unknown;
             done.err().map(|_| if unknown { reason::UNKNOWN } else { reason::INVALID })
         };
@@ -132,6 +134,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         };
         if direction == Direction::Read {
+            // Of a write nothing is left to do: the VMM has done it.
             self.gprs.set_edx_eax(data);
         }
         self.retire(next);

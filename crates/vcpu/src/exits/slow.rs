@@ -80,6 +80,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// An access of a debug register while the VMM debugs the guest.
     pub(crate) fn slow_debug_reg(&mut self, access: DrAccess) -> Outcome {
+        // Before the debugger's own registers: the fault goes before the access (SDM vol. 3B,
+        // DR7.GD).
         if let Some(dr7) = self.rare.debug.general_detect(&self.b, access.dr) {
             let (pc, dr6) = (self.b.linear_rip(), Dr6::ACTIVE_LOW | Dr6::BD);
             return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
@@ -145,11 +147,13 @@ impl<B: Backend> Vcpu<B> {
     /// HLT: the vCPU sleeps before its next entry, or user space has it sleep.
     #[inline(always)]
     pub(crate) fn halt(&mut self) -> Outcome {
+        // Inside the loop it was retired already; a second time would skip an instruction.
         if !core::mem::take(&mut self.pending.hlt_retired) {
             let next = self.slow_next_rip()?;
             self.retire(next);
         }
         if !self.shared.in_kernel_apic {
+            // Without a local APIC of ours nothing here could end the halt.
             return Err(UserExit::Hlt.into());
         }
         self.shared.set_mp_state(MpState::Halted);
@@ -163,6 +167,7 @@ impl<B: Backend> Vcpu<B> {
         match e.vector.0 {
             DB => debugs(guestdbg::SINGLESTEP | guestdbg::USE_HW_BP),
             BP => debugs(guestdbg::USE_SW_BP),
+            // A guest that asked for alignment checks gets its own #AC, split lock or not.
             AC => !checks_alignment(&self.b) && host::hostcpu::detects_split_locks(),
             _ => false,
         }
@@ -220,6 +225,7 @@ impl<B: Backend> Vcpu<B> {
         let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);
         // Without the quirk the other vendor's instruction is #UD, as on hardware.
         let hypercall = hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN);
+        // Both vendors' instructions have three bytes: which one it is makes no difference to RIP.
         let next = self.b.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
         // A guest's guest makes its hypercalls to its own hypervisor.
         if self.pending.after_exit.is_nested() {
@@ -228,6 +234,7 @@ impl<B: Backend> Vcpu<B> {
             }
         } else if hypercall {
             self.stats.count(VcpuCount::HypercallsByUd);
+            // Rewritten before the call: the next time it exits by itself and is not decoded.
             self.rewrite_hypercall(bytes.get(2).copied().unwrap_or(0));
             match self.do_hypercall() {
                 Ok(()) => self.retire(next),
@@ -245,8 +252,12 @@ impl<B: Backend> Vcpu<B> {
     /// so does what stands there in place of the `old` byte by now.
     fn rewrite_hypercall(&mut self, old: u8) {
         let last = self.b.wrap_rip(self.b.linear_rip().wrapping_add(2));
+        // With the rights of the code itself: a program must not change a page that it cannot
+        // write.
         if let Ok(gpa) = self.translate(Gva(last), walk::Access::WRITE) {
             let mut now = [0];
+            // Read and written apart: another CPU that writes between loses one byte to this, in
+            // memory of its own guest.
             if self.mmu.memory.read(gpa, &mut now).is_ok() && now == [old] {
                 let _ = self.mmu.memory.write(gpa, &[B::HYPERCALL]);
             }

@@ -43,6 +43,7 @@ impl<B: Backend> Vcpu<B> {
         let (star, entry, mask) =
             (register(msr::STAR), register(msr::CSTAR), register(msr::SYSCALL_MASK));
         let next = self.b.wrap_rip(self.b.rip().wrapping_add(SYSCALL.len() as u64));
+        // RPL is 0, whatever the selector in STAR says.
         let selector = (star >> 32) as u16 & !3;
         let long = c.efer.contains(Efer::LMA);
         let segment =
@@ -55,6 +56,8 @@ impl<B: Backend> Vcpu<B> {
             self.gprs.0[R11] = (flags - Rflags::RF).bits();
             (entry, Rflags::from_bits_retain(flags.bits() & !mask) | Rflags::FIXED)
         } else {
+            // Outside long mode there is no mask and nothing is saved: IF goes, and RF below (APM
+            // vol. 3 "SYSCALL").
             (star & u64::from(u32::MAX), flags - Rflags::IF)
         };
         self.rare.debug.set_rflags(&mut self.b, kept - Rflags::RF);

@@ -103,6 +103,8 @@ impl<B: Backend> Vcpu<B> {
         // The way of nearly each entry and exit of L2: eight comparisons in place of all that follows.
         if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
             self.inject_own();
+            // Whatever a block has of an offer or a watch is of its last run, and nothing waits for
+            // either.
             self.b.offer_interrupt(None);
             self.b.watch_priority(Chosen::None, None);
             return true;
@@ -197,6 +199,7 @@ impl<B: Backend> Vcpu<B> {
             self.pending.raise();
             return false;
         };
+        // Asked for again only when L1 offers another: what was taken is not in its page any more.
         self.pending.offered_by_l1 = false;
         // L2 has taken what the window was open for.
         self.b.offer_interrupt(None);
@@ -222,6 +225,8 @@ impl<B: Backend> Vcpu<B> {
         // Also where the page could not be read: it would be asked for before every entry.
         self.pending.offered_by_l1 = false;
         if let Ok(Some(vector)) = taken {
+            // By the way of an interrupted delivery, which goes first at the next entry: the
+            // request is out of L1's page.
             self.events.again = Some(Event::Interrupt(vector));
         }
     }
@@ -266,6 +271,7 @@ impl<B: Backend> Vcpu<B> {
         // V_IRQ, which would wait by itself, belongs to L1: L2 is entered and asked again at once.
         if self.b.injecting()
             || self.b.interrupt_shadow()
+            // The PIC's acknowledge cycle is a call of the kernel's, which the loop may not make.
             || (self.pic_pending() && !kernel.are_allowed())
         {
             self.pending.raise();
@@ -353,6 +359,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn release_init(&mut self) -> bool {
         let released = self.smm.latched_init && !self.smm.active && passes(&self.b, Waiting::Init);
         if released {
+            // As a new INIT, so that there is one way by which one is taken.
             self.smm.latched_init = false;
             self.shared.set_init(true);
         }
@@ -374,6 +381,7 @@ impl<B: Backend> Vcpu<B> {
                 let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
                 Some(asleep.exit_for_timer(&mut v.gprs, &Whole::new(&v.mmu.memory, None)))
             });
+            // Nothing retires: the time has come while L2 was halted, behind its HLT.
             if let Some(done) = done {
                 let _ = self.executed(done, 0);
             }
@@ -414,6 +422,8 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_nested() {
             return Ended::No;
         }
+        // What is in delivery belongs to L2 already, and an entry is the only place where it can
+        // go.
         let first = !self.b.injecting() && self.events.again.is_none();
         let exception = self.events.exception.filter(|_| first).map(Waiting::Exception);
         let held = self.smm.latched_init && !self.smm.active;
@@ -452,6 +462,8 @@ impl<B: Backend> Vcpu<B> {
     fn end_l2_or_post(&mut self, waiting: Waiting, s: Option<Section<'_>>) -> Ended {
         /// Notifications that may come one behind the other.
         const MOST: u32 = 4;
+        // Bounded: another vCPU can post as fast as this one takes, and in the loop the host's
+        // interrupts are off.
         for _ in 0..MOST {
             let ended = self.end_l2(waiting, s);
             if ended != Ended::Posted || !self.interrupt_waits_for_l1() {
@@ -547,6 +559,7 @@ impl<B: Backend> Vcpu<B> {
                 trap.keep_debug_trap(e.payload.unwrap_or(0));
             }
         }
+        // Before the exit, which tells L1 in what state L2 was when the event came.
         tell_activity(&mut self.b, self.shared.mp_state());
         // What is prepared for L2 is told to L1 as not delivered, or L1 could not inject it again.
         let prepared = self.b.cancel_injection();
@@ -574,6 +587,7 @@ impl<B: Backend> Vcpu<B> {
         // L1 has it in its information on the exit.
         self.events.again = None;
         taken.acknowledge(&self.shared, &mut self.events);
+        // Without an acknowledgment the event is still L1's to take, from where it waits.
         if self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
             match waiting {
                 Waiting::Nmi => {

@@ -14,6 +14,8 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn do_list_msrs(&mut self) {
+        // One at a time and behind the entry or exit itself: each is an MSR of the vCPU's, with all
+        // that a write of it does.
         while let Some(msr) = self.b.nested_mut().and_then(Nested::next_list_msr) {
             if self.do_list_msr(msr) {
                 continue;
@@ -32,6 +34,7 @@ impl<B: Backend> Vcpu<B> {
             ListAct::Store(_) => Direction::Read,
         };
         // Those of the x2APIC are in no list while it is one, and else nowhere.
+        // The filter is the VMM's, and a list is no way past it.
         if msr::classify(index) == Class::X2Apic || self.msr_denied(index, direction) {
             return false;
         }

@@ -42,6 +42,7 @@ impl<'a> Mapped<'a> {
 
 impl L1Memory for Mapped<'_> {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        // No page, no guess: the same is done outside, where it may be waited for.
         let page = self.find(at).ok_or(Outside)?;
         // What crosses a page goes another way.
         // The page that was found is good for the whole section: what lies in the tables stays there until its end.
@@ -59,6 +60,8 @@ impl L1Memory for Mapped<'_> {
     }
 
     fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        // Words of the page that the tables map, and not the VMM's mapping: the exchange may not
+        // fault here.
         let words = self.page(at, Direction::Write).ok_or(Outside)?;
         let word = words.get((at.0 >> 3 & 511) as usize).ok_or(Outside)?;
         let order = core::sync::atomic::Ordering::AcqRel;
@@ -128,6 +131,7 @@ impl<'a> Whole<'a> {
             Err(LinearError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
                 // An error alone would be a fault of L1's: the caller looks here first.
+                // Linear as well, because an exit for EPT tells both.
                 self.refused.set(Some((gpa, fault, Gva(paging.linear(linear)))));
                 Err(Reach::Outside)
             }
@@ -155,6 +159,7 @@ impl L1Memory for Whole<'_> {
         if let Some(tables) = &self.tables {
             return self.translate_through(tables, paging, linear, access);
         }
+        // The level's own tables alone: L1 executes, and its addresses are the VM's.
         match translate(self.memory, paging, linear, access) {
             Ok(found) => Ok(found.gpa),
             Err(WalkError::Fault(exception)) => Err(Reach::Fault(exception)),

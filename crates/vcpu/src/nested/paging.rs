@@ -373,6 +373,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         };
         let by = Caller { vcpu: shared, flush: &***vm };
+        // Taken, whatever comes of it: a later fault lacks another frame.
         let missing = take(&mut stage.missing);
         let mut outcome =
             memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
@@ -481,6 +482,7 @@ impl<B: Backend> Vcpu<B> {
         };
         // Else a segment's base is part of the address, which the fault does not tell.
         let fits = self.b.is_64bit_code()
+            // The offset proves that the bytes are those that made the exit: see ADR 41.
             && page_offset(&self.b, &self.gprs, decoded) == access.offset
             && store.is_some() == access.write;
         fits.then_some((simple, store))
@@ -544,6 +546,7 @@ impl<B: Backend> Vcpu<B> {
     /// is no memory.
     pub(crate) fn read_of_l2(&mut self, tables: &Tables, at: u64, words: &mut [u64]) -> Option<()> {
         for (n, word) in (0..).zip(words) {
+            // Word by word: L1's tables may lead each page of it elsewhere.
             let gpa = Gpa(at.wrapping_add(8 * n));
             match SecondStage::physical(&*self.mmu.memory, *tables).read_u64(gpa) {
                 Ok(value) => *word = value,
@@ -578,6 +581,8 @@ impl<B: Backend> Vcpu<B> {
         if !b.nested_mut().is_none_or(|nested| nested.log_dirty(at, &l1)) {
             return Logged::Full;
         }
+        // Without the log this time: the entry is there, and setting the flag must not ask for a
+        // second one.
         let tables = tables.logging(false);
         let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
         let _ = translate(&*self.mmu.memory, &tables, &access);

@@ -27,6 +27,7 @@ impl<B: Backend> Vcpu<B> {
     /// # Errors
     /// There is no memory to make it, or too little room.
     pub fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Unrestorable> {
+        // The state says whether L2 halts, which is the vCPU's to know.
         tell_activity(&mut self.b, self.shared.mp_state());
         self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
@@ -67,6 +68,7 @@ impl<B: Backend> Vcpu<B> {
         self.mmu.note_role(&self.b);
         self.find_pdptes();
         if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {
+            // An entry has to look before L2 runs: what is left of the state lies in L1's memory.
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }

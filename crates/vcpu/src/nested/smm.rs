@@ -46,6 +46,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn take_l2_back(&mut self, cpu: &SavedCpu) -> bool {
         // A vCPU whose CPUID has lost SVM has nothing that could run it.
         let l2 = cpu.guest.filter(|_| self.cpuid.has(feature::SVM));
+        // SVM is off in the state that RSM loads, so that no CPU would go on in L2.
         if l2.is_some() && !cpu.efer.is_some_and(|efer| efer.contains(Efer::SVME)) {
             return false;
         }

@@ -225,6 +225,7 @@ impl<B: Backend> Vcpu<B> {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
             }
+            // Pages of L1's maps are missing: outside the question is asked anew.
             Err(_) => Some(Next::Leave),
         }
     }
@@ -372,6 +373,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// L1 single-steps over its VMRUN, which has ended. VMX clears RFLAGS.
     fn step_over_entry(&mut self) {
+        // The debugger's step uses the same flag, and is told to the VMM by its own way.
         if self.b.rflags().contains(Rflags::TF) && !self.rare.debug.single_step {
             self.raise(Exception::db(Dr6::BS));
         }
@@ -430,6 +432,7 @@ impl<B: Backend> Vcpu<B> {
             Executed::Opened | Executed::Closed => {
                 self.retire(next);
                 self.follow_gate();
+                // GIF or VMX operation has changed, so that what was held may go now.
                 self.pending.raise();
             }
             Executed::Fault(exception) => self.raise(exception),
@@ -493,6 +496,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_nested() {
             return;
         }
+        // As in the saved-state path: abandoning L2 loads L1's registers over them.
         let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
         self.abandon_l2();
         self.gprs.0 = gprs;
@@ -505,6 +509,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested() else { return };
         let l2 = nested.level() == Level::L2;
         let gated = nested.is_gated();
+        // Both words are read at every entry or exit, so that they are kept and not asked for.
         self.pending.after_exit.set_nested(l2);
         self.pending.gated = gated;
         // Each change of level or of GIF may be what it has waited for.

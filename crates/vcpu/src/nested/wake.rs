@@ -57,6 +57,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn arm_nested_wake(&mut self) {
         let Some(deadline) = self.nested_wakes_at() else { return };
         let clock = self.clock_now();
+        // A deadline in the past is no difference: the timer fires at once.
         let ticks = u128::from(deadline.saturating_sub(clock.guest_tsc));
         // Rounded up: a timer that fires too soon costs a turn.
         let ns = (ticks * 1_000_000).div_ceil(u128::from(clock.tsc_khz.max(1)));
@@ -68,6 +69,7 @@ impl<B: Backend> Vcpu<B> {
             // One that fires too soon, since the clocks differ, is armed anew.
             Some(timer) => timer.0.start(at.min(i64::MAX as u64)),
             // Without memory the thread looks again and again.
+            // Rather a thread that does not sleep than an L2 that is never woken.
             None => self.shared.request(Request::Event),
         }
     }

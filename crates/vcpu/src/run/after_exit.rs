@@ -9,6 +9,8 @@ use x86::Vector;
 pub(crate) struct AfterExit(u16);
 
 impl AfterExit {
+    // The vector is the low byte, so that an offer and what stands beside it are one word to look
+    // at.
     const OFFERED: u16 = 1 << 8;
     const OBSERVED: u16 = 1 << 9;
     const STEPPING: u16 = 1 << 10;
@@ -30,6 +32,7 @@ impl AfterExit {
     /// Sets the interrupt that is offered, or that none is.
     #[inline]
     pub(crate) fn set_offered(&mut self, vector: Option<Vector>) {
+        // An offer comes and goes at any exit; what others have set here must outlive it.
         let offer = vector.map_or(0, |v| Self::OFFERED | u16::from(v.0));
         self.0 = (self.0 & Self::OTHERS) | offer;
     }

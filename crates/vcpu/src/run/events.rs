@@ -188,6 +188,7 @@ pub enum Combined {
 
 fn contributory(vector: u8) -> bool {
     // #CP would be one as well. No guest is offered CET.
+    // #DE, #TS, #NP, #SS and #GP are the class that both manuals call contributory.
     matches!(vector, 0 | 10..=13)
 }
 
@@ -202,6 +203,8 @@ pub fn combine(first: u8, second: u8) -> Combined {
             Combined::Second
         };
     }
+    // Not the other way round: a page fault in the delivery of a contributory one is served first,
+    // since the handler's page may just be out.
     let double = (contributory(first) && contributory(second))
         || (first == page_fault && (contributory(second) || second == page_fault));
     if double { Combined::Double } else { Combined::Second }
@@ -286,10 +289,14 @@ impl<B: Backend> Vcpu<B> {
                 self.events.exception = Some(exception);
             }
             Combined::Double => {
+                // #DF stands for both. Delivered again, the older one would come behind it a second
+                // time.
                 self.events.again = None;
                 self.events.exception = Some(Exception::df());
             }
             Combined::Triple => {
+                // The guest shuts down, or its hypervisor hears of it: nothing of both is to be
+                // delivered any more.
                 self.events.again = None;
                 self.events.exception = None;
                 self.events.outer.set(Outer::TRIPLE_FAULT, true);
@@ -310,12 +317,15 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether a halted vCPU has a reason to go on.
     pub(crate) fn ends_halt(&self) -> bool {
+        // With our local APIC the VMM's vector counts as a PIC's, which LINT0 may mask: that is
+        // asked below.
         (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || if self.pending.gated {
                 self.ends_halt_gated()
             } else {
+                // One that waits behind the handler of another cannot end a HLT of that handler.
                 (self.shared.nmis() != 0 && !self.b.nmi_masked())
                     || self.events.outer.has(Outer::SMI)
                     || self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
@@ -364,6 +374,7 @@ impl<B: Backend> Vcpu<B> {
         if self.has_own_priority()
             && let Some(nested) = self.b.nested_mut()
         {
+            // The block that runs holds L2's own CR8.
             return nested.set_l1_priority(cr8);
         }
         self.b.set_cr8(cr8);
@@ -424,6 +435,7 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
             return false;
         }
+        // Also behind an NMI that goes in now: an offer may wait beside an injected event.
         self.inject_interrupt(kernel)
     }
 
@@ -449,6 +461,7 @@ impl<B: Backend> Vcpu<B> {
         // An NMI or SMI that waits for the next exit is looked for then.
         let raised = self.pending.is_raised();
         if self.b.served_apic().is_some() {
+            // The CPU would deliver by itself what lies in the page that it serves.
             self.gather_interrupts();
             stop_serving_apic(&mut self.b);
         }
@@ -468,10 +481,13 @@ impl<B: Backend> Vcpu<B> {
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
+        // The NMI is taken last of all, so that none is taken that cannot go in: an entry has room
+        // for one event.
         if !self.b.injecting() && self.b.nmi_allowed() && self.shared.take_nmi() {
             self.b.inject(Event::Nmi);
             self.stats.count(VcpuCount::NmiInjections);
         }
+        // None waits behind it: a window would cost an exit for nothing.
         if self.shared.nmis() == 0 {
             return true;
         }
@@ -528,6 +544,8 @@ impl<B: Backend> Vcpu<B> {
         }
         // Above the task priority of now, at which the hardware does not look for an offer.
         let pending = self.shared.lapic.highest_pending();
+        // Later requests of the same vector are a second interrupt, as they would be once it is in
+        // service.
         if let Some(vector) = pending {
             self.shared.lapic.clear_irr(vector);
         }
@@ -570,6 +588,8 @@ impl<B: Backend> Vcpu<B> {
             }
             self.stats.count(VcpuCount::IrqInjections);
         }
+        // The local APIC's interrupt needs the window as well: no offer is out, because the PIC
+        // went first.
         let waiting = self.pic_pending()
             || self.pending.window_wanted
             || self.shared.lapic.highest_pending().is_some();
@@ -610,6 +630,7 @@ impl<B: Backend> Vcpu<B> {
         self.stats.count(VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.set_isr(vector);
+            // The next one has not been offered, and its arrival told of itself long ago.
             self.pending.raise_if(self.shared.lapic.maybe_pending());
         } else {
             self.events.external = None;

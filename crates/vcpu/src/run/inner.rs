@@ -64,7 +64,10 @@ fn onward(left: &Left, device: &Device, shared: &VcpuShared) -> Onward {
     // A wrong guess costs a few writes of lent MSRs, and nothing else.
     let ends = match left {
         Left::Exit(Exit::Io(_)) => true,
+        // The loop decodes an access to the page of the last device access, and that most likely is
+        // one as well.
         Left::Exit(Exit::TdpFault(_)) => device.seen.is_decoded(),
+        // A VMM whose local APIC is its own hears of every HLT.
         Left::Exit(Exit::Hlt) => !shared.in_kernel_apic,
         _ => false,
     };
@@ -121,10 +124,14 @@ impl<B: Backend> Vcpu<B> {
         // The mode first, then the look. The other way round a request that comes between the two is not seen, and
         // nobody sends an IPI for it ([`vm::kick`]).
         let entered = self.shared.enter_mode(off);
+        // Signals and `need_resched` too: what came before interrupts went off has no interrupt
+        // left to tell of it.
         if self.shared.has_requests() || task::work_pending() {
             irq::enable(self.shared.leave_mode(entered));
             return None;
         }
+        // Guest memory may be looked at from here on: who withdraws translations waits for the
+        // mode.
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
         if (self.pending.is_raised()
@@ -145,6 +152,7 @@ impl<B: Backend> Vcpu<B> {
         // an NMI.
         self.b.load(entered.cpu());
         self.time.forget_clock();
+        // Interrupts were on until a moment ago, which is all that the bound is for.
         self.rare.stalls.forget();
         self.device.seen.forget_decoded();
         // A change of this interrupts every CPU, so it need not be read again inside.
@@ -154,6 +162,8 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.loop_until_left(s)
         };
+        // Before the mode changes: who collects the dirty log waits for that, and has to find these
+        // pages.
         if self.page_log {
             self.mmu.take_page_log(&mut self.b);
         }

@@ -272,6 +272,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {
+        // With our PIC KVM_INTERRUPT is refused, so there is no moment to wait for.
         self.pending.window_wanted = input.request_interrupt_window && !self.vm.irq().has_pic();
         if self.pending.window_wanted {
             self.pending.raise();
@@ -289,6 +290,7 @@ impl<B: Backend> Vcpu<B> {
         self.before_entry()?;
         match self.enter_guest() {
             None => {
+                // With a signal the VMM has the word; for a reschedule alone the loop goes on.
                 if task::handle_work().is_err() {
                     // User space may save the state now, and what is prepared for an entry is no part of it.
                     self.events.take_back_injection(&mut self.b);
@@ -383,11 +385,14 @@ impl<B: Backend> Vcpu<B> {
     fn take_requests(&mut self) -> Outcome {
         let requests = self.shared.take_requests();
         let has = |r: Request| requests & r as u32 != 0;
+        // A dead VM's guest never runs again: the other requests are of no use.
         if has(Request::Dead) {
             return Err(UserExit::Dead.into());
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
+            // With shadow pages the hardware walks one level of tables and knows no nested
+            // translations.
             if self.mmu.roots.is_shadow() {
                 self.b.flush_tlb();
             } else {

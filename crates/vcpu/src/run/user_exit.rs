@@ -66,6 +66,7 @@ impl ErrorData {
     /// The data of a failed emulation: that bytes follow, their number, the bytes themselves (KVM API §5,
     /// `emulation_failure`), then up to five words on the exit.
     pub fn emulation(insn: &[u8], exit: &[u64]) -> Self {
+        // An instruction has at most 15 bytes. With their number before them they fill two words.
         let mut bytes = [0u8; 16];
         let mut len = 0u8;
         let mut rest = bytes.iter_mut();

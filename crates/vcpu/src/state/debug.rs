@@ -152,6 +152,7 @@ impl Debug {
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.
     fn index(&mut self, b: &mut impl Backend, n: u8) -> Result<usize, Stop> {
+        // DR4 and DR5 are other names of DR6 and DR7 while CR4.DE is clear (SDM vol. 3B §18.2.2).
         let old_names = !b.control().cr4.contains(Cr4::DE);
         let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
         let index = match n {
@@ -172,6 +173,7 @@ impl Debug {
     /// MOV from a debug register, with the privilege checked.
     pub(crate) fn read(&mut self, b: &mut impl Backend, n: u8) -> Result<u64, Stop> {
         let index = self.index(b, n)?;
+        // The guest chose the number: no speculation past the array by it (docs/adr/0039).
         Ok(host::GuestIndex::from(index).of(&self.regs(b)).copied().unwrap_or(0))
     }
 

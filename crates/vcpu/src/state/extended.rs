@@ -94,6 +94,7 @@ impl<B: Backend> Vcpu<B> {
         direction: Direction,
         f: impl FnOnce(&mut [u8]) -> Option<R>,
     ) -> Result<R, Stop> {
+        // On the heap: the area is larger than a stack frame may be here.
         let mut area = alloc::vec::Vec::new();
         let size = self.xsave_size();
         area.try_reserve_exact(size).map_err(|_| Stop::Unsupported)?;
@@ -103,6 +104,7 @@ impl<B: Backend> Vcpu<B> {
         self.xsave(&mut area);
         let result = f(&mut area);
         let done = direction == Direction::Read || self.set_xsave(&area).is_ok();
+        // Whatever came of it: the run goes on with the registers in the CPU.
         self.fpu.load();
         result.filter(|_| done).ok_or(Stop::Unsupported)
     }

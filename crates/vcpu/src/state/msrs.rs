@@ -236,6 +236,7 @@ impl<B: Backend> Vcpu<B> {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
                 }
+                // What the CPU serves is taken back first: the write has to find all of it.
                 self.gather_interrupts();
                 let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
                 self.effect(effect);
@@ -266,6 +267,7 @@ impl<B: Backend> Vcpu<B> {
                 }
                 Ok(())
             }
+            // Capability MSRs of VMX are read-only for a guest; a VMM sets what its guest is told.
             Class::Unknown if by == By::Vmm => self.b.set_msr(index, value).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }
@@ -348,6 +350,8 @@ impl<B: Backend> Vcpu<B> {
             TSC => {
                 let now = self.b.host_tsc();
                 if by == By::Vmm {
+                    // A VMM sets TSC_ADJUST for itself: its write of the TSC does not move that
+                    // along.
                     self.set_guest_tsc(value, now);
                 } else {
                     // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
@@ -398,6 +402,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64, now: u64) {
+        // Scaled alone: the offset is what is looked for.
         let scaled = self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset);
         let offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
         self.set_tsc_offset_by_vmm(offset);

@@ -77,6 +77,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Reports a machine check to the guest (KVM_X86_SET_MCE).
     pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
+        // With CR4.MCE clear a machine check is a shutdown.
         let enabled = self.b.control().cr4.contains(Cr4::MCE);
         match self.msrs.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}

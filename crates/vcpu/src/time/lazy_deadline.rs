@@ -49,6 +49,7 @@ impl Shared for Reach<'_> {
 
 /// Waits out what is left of the advance. Bounded, whatever the TSC does.
 fn await_deadline(b: &mut impl Backend, deadline: u64) {
+    // As many turns as nanoseconds at most: a TSC that stands still must not hold the thread.
     for _ in 0..GUARD_ADVANCE_NS {
         let tsc = b.host_tsc();
         if b.guest_tsc(tsc) >= deadline {
@@ -84,6 +85,8 @@ impl Time {
     /// up without a store, for its memory may be the next kernel's already.
     pub(super) fn reset_lazy_deadline(&mut self, shared: &VcpuShared) {
         self.lazy.configure(0);
+        // The host timer's interrupt expires the deadline itself from now on, as for a guest
+        // without a page.
         shared.lapic.guard_deadline(false);
     }
 }
@@ -94,6 +97,7 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn arm_lazy_deadline_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
         let live = self.shared.lapic.deadline_live();
         let Some(at) = self.time.lazy.page() else { return next };
+        // The tables' own view, with no user access: faults cannot be taken here.
         let memory = self.vm.memory();
         let view = memory.view(s);
         let page = MappedPage { memory, view: &view, at };
@@ -129,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
         if let Ok(done) = done {
             return Some(done);
         }
+        // The second attempt begins from what was known: half of a first one must not count twice.
         self.time.lazy = before;
         f(&mut self.time.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
     }
@@ -179,6 +184,8 @@ impl<B: Backend> Vcpu<B> {
                 self.arm_lazy_deadline();
             }
             None => {
+                // What is left of the advance is waited out: an interrupt before its deadline is
+                // none that a guest expects.
                 await_deadline(&mut self.b, deadline);
                 self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
                 if hv_timer_in_use(&self.b, &self.shared.lapic) {
@@ -192,6 +199,7 @@ impl<B: Backend> Vcpu<B> {
     fn end_promise(&mut self) {
         if self.shared.lapic.tsc_deadline() == 0 {
             let _ = self.on_page(|lazy, page| lazy.cancel(page));
+        // Only under a promise may the guest have kept a deadline to itself.
         } else if self.time.lazy.armed() != 0
             && let Some(later) = self.on_page(|lazy, page| lazy.expire(page)).flatten()
         {
@@ -211,6 +219,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.time.lazy.in_doubt() && generation == self.time.lazy_generation {
             return;
         }
+        // Noted before the look: a withdrawal in the meantime is one more reason to look.
         self.time.lazy_generation = generation;
         self.sync_lazy_deadline_now();
     }
@@ -218,6 +227,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn sync_lazy_deadline_now(&mut self) {
+        // Another kernel may run now, to which the page means nothing.
         if self.time.lazy.has_left() {
             return self.forget_lazy_deadline();
         }
@@ -258,6 +268,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(Refused);
         }
         // From now on the host timer's interrupt leaves the deadline to this thread, or no more.
+        // Before the timer is armed again: its interrupt must find who is to look.
         self.shared.lapic.guard_deadline(self.time.lazy.enabled());
         let clock = self.clock_now();
         let op = self.shared.lapic.tsc_changed(&clock);
@@ -269,6 +280,7 @@ impl<B: Backend> Vcpu<B> {
     /// does not depend on the page.
     pub(crate) fn newest_deadline(&self) -> u64 {
         let running = self.shared.lapic.tsc_deadline();
+        // The guest's newest one may be known to the page alone.
         match self.time.lazy.page() {
             Some(at) => self.time.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
             None => running,

@@ -84,6 +84,7 @@ fn ns_to_ticks(ns: u64, khz: u32) -> u64 {
     let khz = u64::from(khz);
     let (whole, rest) = (ns / NS_PER_MS, ns % NS_PER_MS);
     // The rest is below 2^52.
+    // Apart, because ns times kHz has more than 64 bits.
     whole.saturating_mul(khz).saturating_add((rest * khz).div_ceil(NS_PER_MS))
 }
 
@@ -96,8 +97,11 @@ const fn is_deadline_mode(entry: u32) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// The present, outside the loop or with the host's segments loaded.
     pub(crate) fn clock_now(&mut self) -> TimerClock {
+        // The TSC right behind the clock: what lies between them is an error of all that is
+        // derived.
         let now_ns = host::clock::monotonic_ns();
         let tsc = self.b.host_tsc();
+        // One division for all later readings.
         let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
         self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
         TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz }
@@ -160,6 +164,7 @@ impl<B: Backend> Vcpu<B> {
     fn write_hv_deadline(&mut self, value: u64, guest_tsc: u64) {
         match self.shared.lapic.set_hv_deadline(value, guest_tsc) {
             TimerOp::ArmHv if value != 0 => set_hv_timer_from(&mut self.b, value, guest_tsc),
+            // 0 is no deadline: the guest has stopped its timer (SDM vol. 3A, TSC-deadline mode).
             TimerOp::ArmHv => set_hv_timer(&mut self.b, 0),
             TimerOp::Expired(accepted) => {
                 // It has come: the next entry must not end for it again.
@@ -191,6 +196,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn write_deadline(&mut self, value: u64, by: By) {
         self.arm_deadline(value);
         if by == By::Vmm {
+            // The page may be memory that is not restored yet: nothing is stored to it.
             self.time.lazy.forget_promise();
         } else {
             self.arm_lazy_deadline();
@@ -236,6 +242,8 @@ impl<B: Backend> Vcpu<B> {
         if hv_timer_in_use(&self.b, &self.shared.lapic)
             && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_))
         {
+            // 1 is long past: the next entry ends at once, and the countdown is looked at by the
+            // new TSC.
             set_hv_timer(&mut self.b, 1);
         }
     }
@@ -285,6 +293,7 @@ impl<B: Backend> Vcpu<B> {
         {
             self.pending.raise();
         }
+        // An expiry too: a periodic timer runs on, and a spent deadline must not be watched.
         if matches!(op, TimerOp::ArmHv | TimerOp::Expired(_))
             && hv_timer_in_use(&self.b, &self.shared.lapic)
         {
@@ -326,6 +335,7 @@ impl<B: Backend> Vcpu<B> {
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),
             Expiry::Tsc(_) => self.expire_deadline(),
             Expiry::Never => {
+                // A deadline that is gone must not end a second run.
                 set_hv_timer(&mut self.b, 0);
                 Next::Again
             }
@@ -369,6 +379,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match self.shared.lapic.next_expiry() {
             Expiry::Never => set_hv_timer(&mut self.b, 0),
+            // The page is looked at by the thread, with the way out of the halt behind it.
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.shared.request(Request::Deadline),
             Expiry::Tsc(_) => {
                 let _ = self.expire_deadline();
@@ -388,6 +399,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         let clock = self.clock_now();
+        // Off first: the same deadline must not be watched twice and expire twice.
         set_hv_timer(&mut self.b, 0);
         let op = self.shared.lapic.switch_to_sw_timer(&clock);
         self.arm_timer(op);

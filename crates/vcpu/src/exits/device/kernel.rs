@@ -33,6 +33,7 @@ impl<B: Backend> Vcpu<B> {
         let offset = (fault.gpa.0 & 0xfff) as u32;
         // The fault names the first byte that faulted, which is not the access's first when that
         // began in another page. The segments that matter here are the loop's only in 64-bit mode.
+        // From 0xffd on four bytes would go into the next page, of which the fault says nothing.
         if offset > 0xffc || !self.b.is_64bit_code() || u32::from(at) != offset {
             return Next::Leave;
         }
@@ -44,12 +45,14 @@ impl<B: Backend> Vcpu<B> {
                 }
                 // It may be TPR or PPR that is read, or IRR, from which an offered vector is missing.
                 self.sync_priority();
+                // Before the read, which is to show the vector as requested.
                 self.withdraw_offer();
                 let (value, then) = if offset == TIMER_CURRENT {
                     self.with_kernel(|v| v.shared.lapic.read(offset, host::clock::monotonic_ns))
                 } else {
                     (self.shared.lapic.read(offset, || 0), Next::Again)
                 };
+                // The number is masked: it comes from the guest's instruction.
                 let index = usize::from(dest.index & 15);
                 if let Some(slot) = self.gprs.0.get_mut(index)
                     && let Some(loaded) = simple.loaded(*slot, value.into())
@@ -103,6 +106,7 @@ impl<B: Backend> Vcpu<B> {
                 return then;
             }
         }
+        // Kept for the way out: decoded anew there, the bytes could be another vCPU's work by then.
         self.device.seen.access = Some(plain);
         Next::Leave
     }
@@ -146,6 +150,8 @@ impl<B: Backend> Vcpu<B> {
         let DeviceAccess { address, size, direction, .. } = *access;
         let apic = self.shared.is_apic_page(address);
         let Some(data) = access.data.get_mut(..usize::from(size)) else { return false };
+        // The APIC first: its page hides what lies below it, and it may be moved over another
+        // device.
         let done = apic && self.apic_page_access(address, direction, data)
             || match direction {
                 Direction::Read => self.vm.irq().mmio_read(address, data),
@@ -158,6 +164,8 @@ impl<B: Backend> Vcpu<B> {
             Direction::Read => tell_mmio(Mmio::Read, address, data),
             Direction::Write => {
                 tell_mmio(Mmio::Write, address, data);
+                // The device may have made an interrupt pending, for which no IPI comes to the CPU
+                // that caused it.
                 self.pending.raise();
             }
         }
@@ -202,6 +210,7 @@ impl<B: Backend> Vcpu<B> {
             return hole;
         }
         let offset = (address & 0xfff) as u32;
+        // The registers are asked for the priority, which the guest may have set without an exit.
         self.sync_priority();
         match direction {
             Direction::Read => {

@@ -157,6 +157,8 @@ pub(crate) fn page_offset(b: &impl Backend, gprs: &Gprs, decoded: &Decoded) -> u
 
 /// Whether a fault tells of its instruction all that a plain access is known by.
 const fn tells_access(fault: TdpFault) -> bool {
+    // A present page is memory whose permissions failed, and a fetch or a walk says nothing of the
+    // operand.
     fault.final_access && !fault.fetch && !fault.present
 }
 
@@ -262,6 +264,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
         let at = page_offset(&self.b, &self.gprs, &decoded);
+        // Not cut to 32 bits: who uses it asks for 64-bit code first.
         let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
         if apic {
             self.answer_apic(s, fault, simple, at, next)
@@ -344,6 +347,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // The next fault in this page most likely is the same device's.
         self.device.seen.page = fault.gpa.gfn();
+        // What the loop has decoded is used only for the very access that it was decoded for.
         if !self.device.seen.access.as_ref().is_some_and(|plain| plain.is_of(fault)) {
             let (fetched, decoded) = self.slow_decode()?;
             let at = page_offset(&self.b, &self.gprs, &decoded);
@@ -356,6 +360,7 @@ impl<B: Backend> Vcpu<B> {
                 return self.emulate_access(fault, fetched, &decoded);
             }
         }
+        // The kernel's devices first, as everywhere: a VMM never sees the accesses that they take.
         if self.may_be_kernel_memory(fault)
             && self.device.seen.access.is_some_and(|plain| self.kernel_plain(&plain))
         {

@@ -65,11 +65,14 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.io_next(s, io) else { return Next::Leave };
+        // With the host's segments: PIC and PIT stand behind a lock of the VM's, and the PIT arms a
+        // timer.
         let (done, then) = self.with_kernel(|v| v.kernel_io(&io));
         if !done {
             // The slow path asks user space.
             return Next::Leave;
         }
+        // Not before: what no device in the kernel took is asked of user space, at this RIP.
         self.retire(next);
         then
     }
@@ -112,6 +115,8 @@ impl<B: Backend> Vcpu<B> {
             Some(next) => next,
             None => return self.emulate_here(cause),
         };
+        // A test of the port before the call: most guests have no device of the kernel's on the way
+        // of their I/O.
         if self.vm.irq().has_port(io.port) && self.kernel_io_outside(io) {
             self.retire(next);
             return Ok(());

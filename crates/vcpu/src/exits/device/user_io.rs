@@ -105,6 +105,8 @@ impl AccessLog {
     pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched, how: Execution) {
         self.interpreted = how == Execution::Interpreted;
         let begun = Some((rip, fetched));
+        // Another instruction, or other bytes at the same place: answers to the old one are none to
+        // this.
         if self.begun != begun {
             self.forget();
             self.begun = begun;
@@ -171,6 +173,8 @@ impl AccessLog {
     /// Has user space asked for an access. More than the log holds is none that an instruction makes
     /// which is emulated in earnest.
     pub(crate) fn ask(&mut self, access: DeviceAccess) -> Stop {
+        // Refused and not dropped: an answer that is not remembered would be asked for without an
+        // end.
         if self.count >= LOG {
             return Stop::Unsupported;
         }
@@ -222,6 +226,7 @@ impl AccessLog {
     fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
         // A VMM that calls again without having answered gets what lies there for its answer.
         if let Some(asked) = self.asked.take() {
+            // `take_items` has put the answer into a place of its own.
             if let Some(items) = self.items.as_mut().filter(|items| !items.answered) {
                 items.answered = true;
                 return;
@@ -260,6 +265,7 @@ impl UserIo {
     pub(crate) fn take_items(&mut self, answer: impl FnOnce(&mut [u8])) {
         let Some(items) = self.log.open_items() else { return };
         let len = usize::from(items.count).saturating_mul(items.access.size.into());
+        // Bounded by the buffer again, whatever the count says.
         if let Some(data) = self.string.get_mut(..len) {
             answer(data);
         }
@@ -297,6 +303,7 @@ impl<B: Backend> Vcpu<B> {
         if matches!(self.device.user_io.completion, Completion::Nothing) {
             return Ok(());
         }
+        // L1 may hear of each instruction of L2's, and this one completes only now.
         if self.pending.after_exit.is_nested() {
             return self.complete_for_l2(input);
         }
