@@ -293,15 +293,21 @@ impl IoApic {
         }
     }
 
-    /// A guest store at `offset` from the base.
-    pub fn write(&mut self, offset: u64, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
+    /// A guest store at `offset` from the base. Returns the pin that is unmasked by it.
+    pub fn write(
+        &mut self,
+        offset: u64,
+        value: u32,
+        deliver: &mut impl FnMut(IrqMessage) -> bool,
+    ) -> Option<u32> {
         match offset & 0xf0 {
             // Eight bits, as the register has: the index is the guest's, and is checked where it is
             // used.
             REG_SELECT => self.state.ioregsel = value & 0xff,
-            REG_WINDOW => self.write_selected(value, deliver),
+            REG_WINDOW => return self.write_selected(value, deliver),
             _ => {}
         }
+        None
     }
 
     fn read_selected(&self) -> u32 {
@@ -320,17 +326,19 @@ impl IoApic {
         }
     }
 
-    fn write_selected(&mut self, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
+    fn write_selected(
+        &mut self,
+        value: u32,
+        deliver: &mut impl FnMut(IrqMessage) -> bool,
+    ) -> Option<u32> {
         let index = self.state.ioregsel;
         // Version and arbitration id are read-only: they fall through to a pin that does not exist.
         if index == 0 {
             self.state.id = value >> 24 & 0xf;
-            return;
+            return None;
         }
         let pin = (index.wrapping_sub(0x10) >> 1) as usize;
-        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
-            return;
-        };
+        let entry = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl)?;
         let old = *entry;
         let shift = (index & 1) * 32;
         // The other half stays: an entry is written by two stores.
@@ -346,6 +354,7 @@ impl IoApic {
             // A level that was held back by the mask goes out now; an edge under the mask is lost.
             self.service(pin, deliver);
         }
+        (old & !new & rte::MASKED != 0).then_some(pin as u32)
     }
 
     /// The state for saving.

@@ -184,9 +184,9 @@ impl PicState {
     fn write_command(&mut self, value: u8) -> u8 {
         if value & 0x10 != 0 {
             self.init4 = value & 1;
-            // ICW1 ends what was in service: nobody will send an EOI for it, and who waits for one
-            // would wait for ever.
-            let ended = self.isr;
+            // ICW1 ends what was in service, and drops the edges that wait: nobody will send an EOI for these, and who waits
+            // for one would wait for ever.
+            let ended = self.isr | self.irr & !self.elcr;
             self.reset();
             return ended;
         }
@@ -340,6 +340,11 @@ impl Pic {
         };
         self.cascade();
         Vector(vector)
+    }
+
+    /// The lines, by bit, that the guest has masked.
+    pub fn masked(&self) -> u16 {
+        u16::from_le_bytes([self.master.imr, self.slave.imr])
     }
 
     /// What [`take_ended`](Self::take_ended) will give.

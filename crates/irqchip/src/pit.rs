@@ -223,9 +223,15 @@ impl Pit {
         if self.reinject != on {
             self.reinject = on;
             // What was owed by the other rule is nobody's now.
-            self.pending = 0;
-            self.acknowledged = true;
+            self.forget_owed();
         }
+    }
+
+    /// Line 0 was unmasked. A tick that came under the mask is lost, and nobody will acknowledge it: the next one does not wait
+    /// for that.
+    pub fn forget_owed(&mut self) {
+        self.pending = 0;
+        self.acknowledged = true;
     }
 
     /// Whether acknowledgements of line 0 must be told to [`acked`](Self::acked).

@@ -74,6 +74,17 @@ pub(super) struct State {
     retry_ns: u64,
 }
 
+impl State {
+    /// The guest has unmasked a pin.
+    pub(super) fn unmasked(&mut self, chip: Chip, pin: u32) {
+        if let Some(pit) = &mut self.pit
+            && self.routing.gsi_of_pin(chip, pin) == Some(PIT_GSI)
+        {
+            pit.forget_owed();
+        }
+    }
+}
+
 /// The shared half: vCPUs, eventfd handlers and the timer all hold it.
 pub struct IrqCore {
     // Words of their own, for they are asked for on the exit path, which takes no lock.

@@ -5,7 +5,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use x86::Direction;
 
 use host::clock;
-use irqchip::{Pic, Pit, ioapic};
+use irqchip::{Chip, Pic, Pit, ioapic};
 
 use super::{Irqchip, Owing, Space, VmIrq, controllers::arm_timer};
 
@@ -83,7 +83,13 @@ impl VmIrq {
     fn write_pic(&self, port: u16, value: u8) -> Owing {
         let mut state = self.core.state.lock();
         // The PIC gathers what ended; it calls nobody back from within a write.
+        let masked = state.pic.masked();
         state.pic.write(port, value);
+        let unmasked = masked & !state.pic.masked();
+        // The timer's line is the master's.
+        for line in (0..8).filter(|line| unmasked & 1 << line != 0) {
+            state.unmasked(Chip::PicMaster, line);
+        }
         let told = self.core.ended_lines(&mut state);
         self.core.update_pic(&mut state);
         drop(state);
@@ -183,11 +189,14 @@ impl VmIrq {
         // The lock is held through the write: what the register says and what is sent by it belong
         // together.
         let mut state = self.core.state.lock();
-        state.ioapic.write(
+        let unmasked = state.ioapic.write(
             address - ioapic::DEFAULT_BASE,
             u32::from_le_bytes(bytes),
             &mut self.core.output(),
         );
+        if let Some(pin) = unmasked {
+            state.unmasked(Chip::IoApic, pin);
+        }
         true
     }
 }

@@ -369,6 +369,47 @@ fn the_pit_ticks_through_the_ioapic_and_every_tick_arrives() {
     assert_eq!(b.take(0), None, "late ticks are lost");
 }
 
+/// A tick comes while the guest has its pin masked, and is lost: the timer does not wait for its end.
+#[test]
+fn the_pit_ticks_on_behind_a_mask() {
+    const MASKED: u32 = 1 << 16;
+    let b = bench(&[0]);
+    b.irq.create_pit(true).unwrap();
+    b.program(0, MASKED | 0x30, 0);
+    b.start_pit(11932);
+    let world = test::clock();
+    world.advance(15_000_000);
+    assert_eq!(b.take(0), None);
+    b.program(0, 0x30, 0);
+    world.advance(10_000_000);
+    assert_eq!(b.take(0), Some(0x30));
+    b.end(0);
+    // The 8259A keeps an edge under its mask, so that nothing is lost there.
+    let b = bench(&[0]);
+    b.irq.create_pit(true).unwrap();
+    b.start_pic();
+    b.out(0x21, 1);
+    b.start_pit(11932);
+    world.advance(15_000_000);
+    assert_eq!(b.irq.extint_ack(), None);
+    b.out(0x21, 0);
+    assert_eq!(b.irq.extint_ack(), Some((Vector(0x20), Owing::NOTHING)));
+}
+
+/// The first word of an initialisation drops the edge of a tick.
+#[test]
+fn the_pit_ticks_on_behind_an_initialisation_of_the_pic() {
+    let b = bench(&[0]);
+    b.irq.create_pit(true).unwrap();
+    b.start_pic();
+    b.start_pit(11932);
+    let world = test::clock();
+    world.advance(10_001_000);
+    b.start_pic();
+    world.advance(10_000_000);
+    assert_eq!(b.irq.extint_ack(), Some((Vector(0x20), Owing::NOTHING)));
+}
+
 #[test]
 fn the_pit_ticks_through_the_pic_and_stops_when_reprogrammed() {
     let b = bench(&[0]);
