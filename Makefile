@@ -24,7 +24,7 @@ unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS L1_PARAMETERS CPUS HO
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module harden fuzz deb vmms symbols setup clean
+.PHONY: help run test bench mechanisms boot try module harden fuzz sanitize deb vmms symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -38,6 +38,7 @@ help:
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make harden   FILTER=part      the lab tests on a debug kernel (KASAN, lockdep, kmemleak ...), built once in 15 to 25 minutes'
 	@echo '  make fuzz     SECONDS=60 ONLY=walk   coverage-guided fuzzing of the core on this machine, each target with an oracle'
+	@echo '  make sanitize ONLY=thread      unit tests of the crates with locks and tables under AddressSanitizer and ThreadSanitizer'
 	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
 	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 25 minutes, root'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
@@ -47,7 +48,7 @@ help:
 	@echo 'Variables: KERNEL=6.12|6.1|7.3|6.12-debug (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock,'
 	@echo '           L1_PARAMETERS of the KVM in a Linux guest that is a hypervisor),'
-	@echo '           ONLY=cpuid,rdmsr (run, bench) or targets (fuzz), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
+	@echo '           ONLY=cpuid,rdmsr (run, bench) or targets (fuzz), address|thread (sanitize), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
 	@echo "           REPORTS=folder for exitbench's own reports, such as exitbench compare and plot take (bench),"
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
@@ -80,6 +81,9 @@ harden:
 
 fuzz:
 	$(XTASK) fuzz --seconds '$(SECONDS)' --only '$(ONLY)'
+
+sanitize:
+	$(XTASK) sanitize --only '$(ONLY)'
 
 deb:
 	$(XTASK) deb

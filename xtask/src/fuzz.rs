@@ -14,24 +14,33 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
-const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+/// What is built with a sanitizer is not what build scripts and macros are built for, though the CPU is the same.
+pub(crate) const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+
+/// How a program gets a sanitizer's library, of the LLVM that the compiler has.
+pub(crate) fn runtime(layout: &Layout, library: &str) -> [String; 4] {
+    let runtimes = layout.out.join("fuzz/lib");
+    [
+        "-Zexternal-clangrt".to_owned(),
+        // It has to be the program's first.
+        "-Zpre-link-arg=-Wl,--no-as-needed".to_owned(),
+        format!("-Zpre-link-arg={}/libclang_rt.{library}-x86_64.so", runtimes.display()),
+        format!("-Clink-arg=-Wl,-rpath,{}", runtimes.display()),
+    ]
+}
 
 /// What the compiler is told: counters on every edge and the operands of compares for libFuzzer, checks of every access for
 /// AddressSanitizer. Both runtimes come from the LLVM that the compiler has (docs/adr/0060-fuzzing-by-the-compilers-own-llvm.md).
 fn rustflags(layout: &Layout) -> String {
-    let runtimes = layout.out.join("fuzz/lib");
-    let at = |name: &str| runtimes.join(format!("libclang_rt.{name}-x86_64")).display().to_string();
+    let fuzzer = layout.out.join("fuzz/lib/libclang_rt.fuzzer-x86_64.a");
     let mut flags = vec!["-Cpasses=sancov-module".to_owned()];
     for pass in ["level=4", "inline-8bit-counters", "pc-table", "trace-compares"] {
         flags.push(format!("-Cllvm-args=-sanitizer-coverage-{pass}"));
     }
-    flags.extend(["-Zsanitizer=address", "-Zexternal-clangrt"].map(str::to_owned));
-    // The sanitizer's library has to be the program's first.
-    flags.push("-Zpre-link-arg=-Wl,--no-as-needed".to_owned());
-    flags.push(format!("-Zpre-link-arg={}.so", at("asan")));
-    flags.push(format!("-Clink-arg=-Wl,-rpath,{}", runtimes.display()));
+    flags.push("-Zsanitizer=address".to_owned());
+    flags.extend(runtime(layout, "asan"));
     flags.push("-Clink-arg=-Wl,--whole-archive".to_owned());
-    flags.push(format!("-Clink-arg={}.a", at("fuzzer")));
+    flags.push(format!("-Clink-arg={}", fuzzer.display()));
     for argument in ["-Wl,--no-whole-archive", "-l:libstdc++.so.6", "-lm", "-lc"] {
         flags.push(format!("-Clink-arg={argument}"));
     }

@@ -18,6 +18,7 @@ mod package;
 mod papers;
 mod progress;
 mod report;
+mod sanitize;
 mod showcase;
 mod sources;
 mod symbols;
@@ -55,6 +56,7 @@ fn run() -> Result<bool> {
         Command::Module(options) => module::command(&layout, &options),
         Command::Harden(options) => harden::run(&layout, &options),
         Command::Fuzz(options) => fuzz::run(&layout, &options),
+        Command::Sanitize(options) => sanitize::run(&layout, &options),
         Command::Deb => package::command(&layout),
         Command::Symbols(options) => symbols::command(&layout, &options),
         Command::Setup => {

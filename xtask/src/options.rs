@@ -32,6 +32,8 @@ pub enum Command {
     Harden(Options),
     /// Coverage-guided fuzzing of the Rust core on this machine, each target with an oracle; 0 when nothing was found
     Fuzz(Options),
+    /// Unit tests under AddressSanitizer and ThreadSanitizer; 0 when all passed and neither spoke
+    Sanitize(Options),
     /// Build the Debian package gannet-dkms
     Deb,
     /// What a kernel no longer exports of that which the modules take, or restricts; 0 when nothing is gone
@@ -79,7 +81,7 @@ pub struct Options {
     /// An earlier run's JSON, in place of a run (mechanisms)
     #[arg(long)]
     pub from: Option<PathBuf>,
-    /// The workloads to run, with commas between; all when empty (run, bench); the targets (fuzz)
+    /// The workloads to run, with commas between; all when empty (run, bench); the targets (fuzz); address or thread (sanitize)
     #[arg(long, default_value = "")]
     pub only: String,
     /// What runs in the machine (try)
@@ -171,7 +173,7 @@ pub mod tests {
         let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
         let lines: Vec<&str> =
             makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
-        assert_eq!(lines.len(), 12);
+        assert_eq!(lines.len(), 13);
         for line in lines {
             // Every value is a variable; here none is set.
             let options = line.split_whitespace().filter(|word| word.starts_with("--"));

@@ -94,19 +94,24 @@ fn source(layout: &Layout, tally: &mut Tally) {
 /// `cargo test` of every crate, with each test counted.
 fn unit_tests(layout: &Layout, tally: &mut Tally) {
     let mut cargo = layout.cargo("cargo");
-    cargo.args(["test", "--workspace", "--exclude", "gannet-module", "--locked", "--no-fail-fast"]);
-    cargo.env("RUST_BACKTRACE", "0");
-    let step = Step::start(layout, "unit tests");
+    cargo.args(["test", "--workspace", "--exclude", "gannet-module"]);
+    run_unit_tests(layout, "unit tests", cargo, tally);
+}
+
+/// Runs a `cargo test` to its end, with each test counted.
+pub(crate) fn run_unit_tests(layout: &Layout, title: &str, mut cargo: Command, tally: &mut Tally) {
+    cargo.args(["--locked", "--no-fail-fast"]).env("RUST_BACKTRACE", "0");
+    let step = Step::start(layout, title);
     let output = cargo.stdin(Stdio::null()).output();
     step.done();
     let output = match output {
         Ok(output) => output,
-        Err(error) => return tally.record("unit tests", Err(error.to_string())),
+        Err(error) => return tally.record(title, Err(error.to_string())),
     };
     let text = String::from_utf8_lossy(&output.stdout);
     let (passed, failed) = count(&text);
     tally.passed += passed;
-    println!("ok    {passed} unit tests");
+    println!("ok    {passed} {title}");
     for name in &failed {
         tally.record(name, Err(failure_text(&text, name)));
     }
@@ -114,7 +119,7 @@ fn unit_tests(layout: &Layout, tally: &mut Tally) {
         let errors = String::from_utf8_lossy(&output.stderr);
         let errors: Vec<&str> = errors.lines().filter(|l| !l.contains("Compiling")).collect();
         let last = errors[errors.len().saturating_sub(60)..].join("\n");
-        tally.record("unit tests build and end", Err(last));
+        tally.record(&format!("{title} build and end"), Err(last));
     }
 }
 

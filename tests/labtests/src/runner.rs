@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use crate::options::Options;
 use crate::outcome::{Outcome, Trouble};
 
-/// After so long a test is taken for hung, unless `LABTESTS_PATIENCE` says how many seconds.
+/// After so many seconds, on a slow kernel as many times more, a test is taken for hung, unless `LABTESTS_PATIENCE` says
+/// after how many.
 const PATIENCE: u64 = 60;
 /// How many times as long as written all waiting may last: `LABTESTS_SLOW`, for a kernel that is slow itself.
 pub fn slowness() -> u32 {
@@ -125,7 +126,7 @@ fn in_a_process(test: fn() -> Outcome) -> Outcome {
         return Err(Trouble::Failed("no process".into()));
     }
     let asked = std::env::var("LABTESTS_PATIENCE").ok().and_then(|text| text.parse().ok());
-    let patience = Duration::from_secs(asked.unwrap_or(PATIENCE));
+    let patience = Duration::from_secs(asked.unwrap_or(PATIENCE * u64::from(slowness())));
     let ended = await_end(child, patience);
     // SAFETY: the group of our child, which perhaps is gone.
     unsafe { libc::kill(-child, libc::SIGKILL) };
