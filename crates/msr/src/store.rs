@@ -465,6 +465,12 @@ impl MsrStore {
         Ok(Effect::None)
     }
 
+    /// The ratio of L2's TSC to L1's that is in force for a guest with these features.
+    pub fn tsc_ratio_of_l2(&self, facts: &GuestFacts) -> u64 {
+        // A VMM may have set one while CPUID had the MSR. Without it the guest could neither see nor change it.
+        if facts.tsc_ratio { self.slots.TSC_RATIO } else { TSC_RATIO_ONE }
+    }
+
     fn tsc_ratio(&self, access: Access<'_>) -> bool {
         access.is_vmm() || access.facts.tsc_ratio
     }

@@ -121,8 +121,9 @@ pub fn write(
     // Registers next, each of which VMRUN has loaded: what it does not load is no part of an exit either.
     registers(&place, left)?;
     let save = &left.from.save;
-    // Else the PAT is L1's own, which no exit saves.
-    if v12.control().np_ctl & NP_ENABLE != 0 {
+    // Else the PAT is L1's own, which no exit saves. One that L2 has not changed stays as L1 has it: behind a restore the copy
+    // has what the VMM set, and stock KVM knows no PAT of L2's.
+    if v12.control().np_ctl & NP_ENABLE != 0 && save.g_pat != v12.get().save.g_pat {
         place.put(SAVE_AT + offset_of!(Save, g_pat), [save.g_pat])?;
     }
     // Records that are L2's own go back where L1 put them; else they are in block 01.

@@ -133,6 +133,9 @@ pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
 /// Writes into block 02 what L2 is to run with. `v12`: the copy of VMCB12, checked. `dirty`: which groups of its
 /// save area may be other than in block 02. Returns the groups of block 02 that have changed.
 pub fn enter(to: &mut Vmcb, v12: &Vmcb, dirty: Clean, l0: &L0, offered: &Offered) -> Clean {
+    // Where a software interrupt that is injected goes on: a CPU without the field pushes RIP, this one what is there, be it of
+    // an exit before.
+    to.control.next_rip = if offered.nrip_save { v12.control.next_rip } else { v12.save.rip };
     controls(&mut to.control, &v12.control, l0, offered)
         | paging(to, v12, l0)
         | registers(&mut to.save, &v12.save, dirty & own_paging(l0))
@@ -181,10 +184,6 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     to.int_state = from.int_state & x86::vmcb::INT_SHADOW;
     // As it is: type and vector were checked, and what the CPU finds wrong beside is an exit that L1 sees.
     to.event_inj = from.event_inj;
-    if offered.nrip_save {
-        // Where a software interrupt that is injected goes on.
-        to.next_rip = from.next_rip;
-    }
     // It is an exit's field: what L1 left there must not be taken for an event of L2's.
     to.exit_int_info = 0;
     // L1's command was looked at: it is about L1's ids.

@@ -42,10 +42,10 @@ impl Exit {
         }
     }
 
-    /// Whether NRIP is saved: intercepted instructions, but not those whose next address nobody knows (APM vol. 2
-    /// §15.7.1).
+    /// Whether NRIP is saved: intercepted instructions, but not those whose next address nobody knows, and exceptions of
+    /// INT3, INTO and BOUND (APM vol. 2 §15.7.1).
     pub const fn tells_next_rip(&self) -> bool {
-        matches!(self.code.0, 0x000..=0x03f | 0x065..=0x07c | 0x080..=0x0a4)
+        matches!(self.code.0, 0x000..=0x03f | 0x043..=0x045 | 0x065..=0x07c | 0x080..=0x0a4)
     }
 
     /// Whether instruction bytes are saved: intercepted #PF and faults of nested paging (APM vol. 2 §15.8.4).

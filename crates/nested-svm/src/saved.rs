@@ -6,7 +6,7 @@
 use core::mem::size_of;
 
 use x86::{
-    Cr0, Gpa, Rflags,
+    Cr0, Dr6, Gpa, Rflags,
     addr::PAGE_SIZE,
     vmcb::{Clean, Control, NP_ENABLE, Save, Vmcb, event, vintr},
 };
@@ -243,6 +243,8 @@ pub fn take_host(from: &Save, b01: &mut Vmcb) {
     to.rflags = from.rflags | Rflags::FIXED.bits();
     (to.efer, to.cr0, to.cr3, to.cr4) = (from.efer, from.cr0, from.cr3, from.cr4);
     (to.rax, to.rsp, to.rip) = (from.rax, from.rsp, from.rip);
+    // What was set before is L2's.
+    (to.cr2, to.dr6) = (from.cr2, Dr6::new(from.dr6).bits());
     // VMRUN is executed at CPL 0.
     to.cpl = 0;
 }
@@ -296,7 +298,11 @@ mod tests {
         b01.save.rip = 0x9000;
         page.save.segments[SEG_CS].selector = 0x10;
         page.control.int_ctl = vintr::IRQ | vintr::INTR_MASKING;
+        (page.save.cr2, page.save.dr6) = (0xc0de, 0xffff_0ff1);
+        (b01.save.cr2, b01.save.dr6) = (0x2222, 0xffff_0ff2);
         take_over(IN_L2, &page, &mut v12, &mut b01, Cr0::CD);
+        assert_eq!((v12.get().save.cr2, v12.get().save.dr6), (0x2222, 0xffff_0ff2));
+        assert_eq!((b01.save.cr2, b01.save.dr6), (0xc0de, 0xffff_0ff1), "L1's own");
         assert_eq!(v12.get().save.rip, 0x9000, "what was set before was L2's");
         assert_eq!(v12.get().save.cr0, Cr0::CD.bits());
         assert_eq!((v12.at(), b01.save.rip), (Gpa(0x7000), 0x1234));

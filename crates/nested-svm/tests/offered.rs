@@ -10,7 +10,7 @@ use gannet_nested_svm::{
     saved,
     vmcb12::Vmcb12,
 };
-use x86::vmcb::{Clean, ExitCode, Intercept4, NP_ENABLE, VIRTUAL_VMLOAD, Vmcb, vintr};
+use x86::vmcb::{Clean, ExitCode, Intercept4, NP_ENABLE, VIRTUAL_VMLOAD, Vmcb, event, vintr};
 use x86::{Gpa, Hpa};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -117,5 +117,43 @@ fn l1_finds_the_gif_that_l2_has_left() {
         let (mut page, b01) = (Vmcb::new_zeroed(), Vmcb::new_zeroed());
         saved::data(&mut page, &copy, (&b01, 0), &from.control, None);
         assert_eq!(page.control.int_ctl & GIF, wanted, "in a saved state");
+    }
+}
+
+/// A software interrupt that L1 injects goes on where a CPU with these features has it: at NRIP, or at RIP. What an exit before
+/// has left, perhaps another L2's, is nobody's.
+#[test]
+fn an_injected_int_n_returns_to_rip_without_nrip() {
+    let mut v12 = Vmcb::new_zeroed();
+    (v12.save.rip, v12.control.next_rip) = (0x1002, 0x7777);
+    v12.control.event_inj = event::VALID | 4 << 8 | 0x80;
+    for (nrip_save, wanted) in [(true, 0x7777), (false, 0x1002)] {
+        let mut b02 = Vmcb::new_zeroed();
+        b02.control.next_rip = 0x5555;
+        merge::enter(&mut b02, &v12, Clean::ALL, &l0(), &Offered { nrip_save, ..OFFERED });
+        assert_eq!(b02.control.next_rip, wanted);
+    }
+}
+
+/// A PAT that L2 has not changed stays as L1 has it in its block: a state that stock KVM saved brings L1's.
+#[test]
+fn the_pat_in_l1s_block_is_l2s_if_l2_has_set_it() {
+    const OF_L1: u64 = 0x0407_0506_0007_0106;
+    const IN_BLOCK: u64 = 0x0007_0406_0007_0406;
+    for (set, wanted) in [(OF_L1, IN_BLOCK), (6, 6)] {
+        let mut v12 = Vmcb::new_zeroed();
+        v12.control.np_ctl = NP_ENABLE;
+        v12.save.g_pat = IN_BLOCK;
+        let memory = Block(RefCell::new(v12));
+        let mut copy = Vmcb12::new();
+        copy.load(&memory, Gpa(0)).unwrap();
+        copy.registers().g_pat = OF_L1;
+        let mut from = Vmcb::new_zeroed();
+        from.save.g_pat = set;
+        let exit = Exit::plain(ExitCode::Cpuid);
+        let undelivered = Undelivered::default();
+        let left = Left { from: &from, cr0_hidden: 0, exit: &exit, undelivered, entered: true };
+        leave::write(&memory, &copy, &left, &OFFERED).unwrap();
+        assert_eq!(memory.0.borrow().save.g_pat, wanted);
     }
 }

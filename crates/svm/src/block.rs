@@ -25,7 +25,7 @@ use crate::{
 /// TLB_CONTROL: flush what is tagged with this ASID (APM vol. 2 table 15-9).
 const FLUSH_ASID: u8 = 3;
 /// TLB_CONTROL: flush the whole TLB.
-const FLUSH_ALL: u8 = 1;
+pub(crate) const FLUSH_ALL: u8 = 1;
 
 /// One VMCB with what the hypervisor knows of it.
 #[derive(Debug)]

@@ -725,3 +725,20 @@ fn a_vmm_that_waits_for_a_window_hears_of_an_l2_that_takes_interrupts() {
         assert_eq!(machine.vcpu.regs().rip, L2_RIP);
     }
 }
+
+/// An exception that exits for us comes in the delivery of an interrupt: the guest has that fault, and no second one of the
+/// same interrupt, which waits again.
+#[test]
+fn an_exception_in_the_delivery_of_an_interrupt_gives_that_back() {
+    const GP: u64 = event::VALID | event::EXCEPTION | event::ERROR_VALID | 0x50 << 32 | 13;
+    let mut machine = Hypervisor::new(false);
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode(ExitCode::Excp0.0 + 13))(vmcb, gprs);
+        vmcb.control.exit_info_1 = 0x50;
+        vmcb.control.exit_int_info = event::VALID | 0x31;
+    });
+    machine.vcpu.backend().cpu().inner().injects(GP);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.interrupt_in_injection(), Some(Vector(0x31)));
+}

@@ -206,6 +206,25 @@ fn a_withdrawal_flushes_l2s_translations_and_l1s() {
     assert_eq!(machine.run(), UserExit::Hlt);
 }
 
+/// TLB_CONTROL 1 is about all ids: L1's own translations go, too. Another command is about L2's.
+#[test]
+fn a_flush_of_all_ids_is_one_of_l1s_too() {
+    for (command, wanted) in [(1, 3), (3, 0)] {
+        let mut machine = with_tables(false);
+        let word = machine.get(rig::nested::BLOCK + 0x58);
+        machine.put(rig::nested::BLOCK + 0x58, word | command << 32);
+        // VMRUN, and VMMCALL, which ends L2's run.
+        machine.put(rig::nested::BLOCK + 0x10, 3);
+        machine.vmrun();
+        machine.then(exit(ExitCode::Vmmcall));
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.control.tlb_ctl, wanted);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
 #[test]
 fn user_space_is_told_where_l1s_tables_lead() {
     let mut machine = with_tables(false);

@@ -100,6 +100,20 @@ fn ratios_of_both_levels_are_one_for_the_cpu() {
     assert_eq!(ratios(&mut machine), [l1, l1, l2, l2, most, l1]);
 }
 
+/// It is in force again with its feature, as the MSR tells.
+#[test]
+fn a_ratio_comes_back_with_the_feature() {
+    let mut machine = hypervisor();
+    machine.vcpu.write_msr(TSC_RATIO, 2 * ONE, By::Vmm).unwrap();
+    take_feature(&mut machine);
+    machine.vcpu.set_cpuid(rig::nested::offered().cpuid.entries()).unwrap();
+    machine.reads_msr(TSC_RATIO, 2 * ONE);
+    machine.vmrun();
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert!(ratios(&mut machine).contains(&(2 * ONE)));
+}
+
 /// A CPUID without the MSR.
 fn take_feature(machine: &mut Hypervisor) {
     let mut cpuid = rig::nested::offered().cpuid.entries().to_vec();

@@ -22,10 +22,7 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{
-    Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, TSC_RATIO_ONE,
-    Waiting,
-};
+use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
@@ -178,10 +175,6 @@ impl<C: Cpu> Svm<C> {
             cr4: self.cold.limits.cr4_allowed.bits(),
             efer: self.cold.limits.efer_allowed,
         };
-        if !has(f::TSC_SCALE) {
-            // A VMM may have set one while CPUID had it. The guest could neither see nor change it.
-            self.set_ratio_of_l2(TSC_RATIO_ONE);
-        }
     }
 
     /// The root of the TDP tables has changed: L2 runs on it as well, unless L1 has tables of its own for it.

@@ -12,6 +12,7 @@ use x86::{
 
 use super::{Seen, paging::has_tables};
 use crate::{
+    block::FLUSH_ALL,
     l2::{Injected, State},
     state::{Svm, Virq},
 };
@@ -83,11 +84,16 @@ impl<C: Cpu> Svm<C> {
         self.fill_l2(dirty, msrpm);
         let Some(state) = &mut self.nested else { return };
         let control = state.v12.control();
-        if control.tlb_ctl != 0 || control.asid != state.asid {
+        let (command, asid) = (control.tlb_ctl, control.asid);
+        if command != 0 || asid != state.asid {
             // Another id is how a processor without a flush by id flushes.
-            state.asid = control.asid;
+            state.asid = asid;
             state.flushed = true;
             self.block.request_flush();
+            // That command is about all ids, L1's own among them.
+            if command == FLUSH_ALL {
+                state.other.request_flush();
+            }
         }
         // Nothing may end L2's run before the processor has taken what VMRUN injects.
         state.entry_pending = true;
@@ -95,7 +101,7 @@ impl<C: Cpu> Svm<C> {
         state.by_instruction = is_by_instruction(v12.control.event_inj).then_some(Injected {
             event: v12.control.event_inj,
             rip: Some(v12.save.rip),
-            next_rip: v12.control.next_rip,
+            next_rip: self.block.vmcb().control.next_rip,
         });
         let save = &self.block.vmcb().save;
         gprs.0[RAX] = save.rax;

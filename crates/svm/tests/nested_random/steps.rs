@@ -416,7 +416,7 @@ impl Test {
         assert_eq!(word(0x88) & 0xffff_ffff, event, "EXITINTINFO");
         let injected = if self.has_run { 0 } else { self.control[21] >> 31 & 1 };
         assert_eq!(word(0xa8) >> 31 & 1, injected, "EVENTINJ");
-        let tells = matches!(code, 0..=0x3f | 0x65..=0x7c | 0x80..=0xa4);
+        let tells = matches!(code, 0..=0x3f | 0x43..=0x45 | 0x65..=0x7c | 0x80..=0xa4);
         assert_eq!(word(0xc8), if tells { next } else { 0 }, "NRIP of {code:#x}");
         // What is L1's own in the control area stays.
         for (offset, kept) in KEPT.into_iter().zip(kept) {

@@ -205,7 +205,8 @@ impl<B: Backend> Vcpu<B> {
                 Err(UserExit::Debug { exception: 3, pc, dr6, dr7 }.into())
             }
             _ => {
-                self.raise(e);
+                // It may have come in the delivery of an interrupt, which is no second fault.
+                self.raise_in_delivery(e);
                 Ok(())
             }
         }

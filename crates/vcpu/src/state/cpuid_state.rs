@@ -6,7 +6,7 @@
 //! as it was in stock KVM before it kept the layout of the XSAVE area: every write computes them at
 //! once, and executes CPUID for each component of each format.
 
-use backend::{Backend, GuestLimits};
+use backend::{Backend, GuestLimits, Nested};
 use stats::VcpuCount;
 use vm::irq::Irqchip;
 use x86::cpuid::{Vendor, feature};
@@ -102,7 +102,11 @@ impl<B: Backend> Vcpu<B> {
             svm_features: c.svm_features(),
         };
         self.rare.keeps_l2_apart = c.keeps_guests_apart();
+        let ratio = self.msrs.store.tsc_ratio_of_l2(c.msr_facts());
         self.b.set_limits(limits);
+        if let Some(nested) = self.b.nested_mut() {
+            nested.set_tsc_ratio_of_l2(ratio);
+        }
         self.set_apic_features();
         // `set_limits` has opened what the filter closes.
         if self.msrs.filtered {
