@@ -13,7 +13,7 @@ use x86::{
     msr::debugctl,
     vmcb::{
         Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, VIRTUAL_LBR, VIRTUAL_VMLOAD, Vmcb,
-        vintr,
+        event, vintr,
     },
 };
 
@@ -135,7 +135,11 @@ pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
 pub fn enter(to: &mut Vmcb, v12: &Vmcb, dirty: Clean, l0: &L0, offered: &Offered) -> Clean {
     // Where a software interrupt that is injected goes on: a CPU without the field pushes RIP, this one what is there, be it of
     // an exit before.
-    to.control.next_rip = if offered.nrip_save { v12.control.next_rip } else { v12.save.rip };
+    if offered.nrip_save {
+        to.control.next_rip = v12.control.next_rip;
+    } else if v12.control.event_inj & event::VALID != 0 {
+        to.control.next_rip = v12.save.rip;
+    }
     controls(&mut to.control, &v12.control, l0, offered)
         | paging(to, v12, l0)
         | registers(&mut to.save, &v12.save, dirty & own_paging(l0))
