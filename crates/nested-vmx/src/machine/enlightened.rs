@@ -375,6 +375,8 @@ impl Machine {
     fn find_enlightened(&mut self, limits: &Limits, l1: &impl GuestMemory) -> bool {
         let named = self.named_by_assist(l1).unwrap_or(None).map(|(pointer, _)| pointer);
         let named = named.filter(|pointer| is_page(*pointer, limits.physical_bits)).map(Gpa);
+        // What can only be read would lose what the next exit leaves. The same exchange is asked for before an exit.
+        let named = named.filter(|to| l1.exchange(*to, 0, 0).is_ok());
         let Some(to) = named.filter(|to| self.enlightened.read(*to, 0..BYTES, l1).is_ok()) else {
             return false;
         };

@@ -559,6 +559,37 @@ fn a_state_whose_page_is_not_there_waits_for_it_while_l2_runs() {
     assert_eq!(restore(&mut guest, &short, true), Err(saved::Refused::Flags));
 }
 
+/// Memory that can only be read.
+struct ReadOnly<'a>(&'a Memory);
+
+impl GuestMemory for ReadOnly<'_> {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        self.0.read(at, into)
+    }
+
+    fn write(&self, _: Gpa, _: &[u8]) -> Result<(), Outside> {
+        Err(Outside)
+    }
+
+    fn exchange(&self, _: Gpa, _: u64, _: u64) -> Result<bool, Outside> {
+        Err(Outside)
+    }
+}
+
+#[test]
+fn a_page_that_can_only_be_read_is_not_found_for_a_restored_state() {
+    let mut guest = Guest::new();
+    guest.run(EntryBy::Vmlaunch);
+    guest.machine.save_running(&left(), &KNOWN);
+    let mut bytes: Vec<u8> = std::vec![0; HEADER + IMAGE];
+    saved::save(&guest.machine, None, &mut bytes).unwrap();
+    restore(&mut guest, &bytes, true).unwrap();
+    guest.machine.settle_enlightened(&LIMITS, &ReadOnly(&guest.memory));
+    assert!(guest.machine.is_unsettled(), "L2's state is kept until the page can be written");
+    guest.machine.settle_enlightened(&LIMITS, &guest.memory);
+    assert!(!guest.machine.is_unsettled() && guest.machine.is_enlightened());
+}
+
 #[test]
 fn what_smm_has_put_aside_is_not_read_from_the_page_again() {
     let mut guest = Guest::new();
