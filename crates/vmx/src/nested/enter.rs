@@ -194,8 +194,14 @@ impl<C: Cpu> Vmx<C> {
             Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
             Entered::Fetch(_) => return Executed::Outside,
         };
+        let of_l1 = self.cr0;
         // From here on vmcs02 is the vCPU's: what fails now fails as an entry that was loaded.
         self.change_to_l2(n, gprs, dirty);
+        // At each entry: L1 may have changed its own, with nothing to be composed. A state that is restored has L2's.
+        let differs = (self.cr0 ^ of_l1) & Cr0::CD_NW;
+        if !differs.is_empty() {
+            self.leave_caching(n, differs);
+        }
         // Before the list: what fails there is an entry that had begun, and VMLAUNCH is undone by it.
         n.machine.entered(entry);
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
@@ -215,6 +221,21 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Entered;
         }
         Self::put_to_sleep(n)
+    }
+
+    /// CD and NW stay as L1 has them, which an exit leaves in turn: VMCS12 is no way to them. `differs`: what is to change.
+    #[cold]
+    #[inline(never)]
+    fn leave_caching(&mut self, n: &mut Nested, differs: Cr0) {
+        self.cr0 ^= differs;
+        let seen = (differs - self.cold.of_l1.cr0).bits();
+        self.set(fields::CR0_SHADOW, self.get(fields::CR0_SHADOW) ^ seen);
+        // What L1 owns is saved from here: the exit, or a saved state, has what the register had.
+        let v = n.machine.vmcs12_mut();
+        v.set(
+            field::GUEST_CR0,
+            (v.get(field::GUEST_CR0) & !NOT_LOADED) | (self.cr0.bits() & NOT_LOADED),
+        );
     }
 
     /// Whether L2's run is to end at its first instruction for its priority; its end needs as much of L1's memory, which is

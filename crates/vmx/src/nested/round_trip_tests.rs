@@ -790,3 +790,53 @@ fn a_shadow_that_is_over_is_not_told() {
     let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
     assert_eq!(v.get(field::GUEST_INTERRUPTIBILITY), 0);
 }
+
+/// CR0.CD and NW are no part of an entry, nor of an exit: L2 has L1's own, and L1 none of VMCS12's.
+#[test]
+fn l2_has_the_cache_bits_of_l1s_cr0() {
+    for of_l1 in [Cr0::empty(), Cr0::CD] {
+        let mut v12 = good();
+        set!(v12, GUEST_CR0 = (Cr0::from_bits_retain(0x8005_0033) | (Cr0::CD_NW - of_l1)).bits());
+        let mut r = Rig::new(&v12, 0xd01);
+        let bits = |r: &Rig| ControlRegisters::cr0(&r.v) & Cr0::CD_NW;
+        let shadow = |r: &Rig| Cr0::from_bits_retain(r.v.get(fields::CR0_SHADOW)) & Cr0::CD_NW;
+        r.v.set_cr0(ControlRegisters::cr0(&r.v) | of_l1);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        assert_eq!((bits(&r), shadow(&r)), (of_l1, of_l1));
+        r.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        assert_eq!(bits(&r), of_l1, "L1 goes on with its own");
+        // L1 changes its own, and nothing is to be composed.
+        let new = Cr0::CD - of_l1;
+        r.v.set_cr0((ControlRegisters::cr0(&r.v) - Cr0::CD_NW) | new);
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        assert_eq!((bits(&r), shadow(&r)), (new, new));
+        // The hardware refuses the entry behind that.
+        r.enter(ExitReason::ExternalInterrupt, |v| v.set(field::EXIT_REASON, 1 << 31 | 33));
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        assert_eq!(bits(&r), new, "an entry that fails while it loads");
+    }
+}
+
+/// What L1 owns of them is saved as the register had it, and a state that is restored has L2's, whatever the vCPU had.
+#[test]
+fn the_cache_bits_of_a_saved_l2_are_those_it_ran_with() {
+    use backend::NestedState as _;
+    for mask in [Cr0::empty(), Cr0::CD_NW] {
+        let mut v12 = good();
+        let new = Cr0::from_bits_retain(0x8005_0033) | Cr0::CD_NW;
+        set!(v12, GUEST_CR0 = new.bits(), CR0_MASK = mask.bits());
+        let mut r = Rig::new(&v12, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |_| {});
+        r.leave_loop();
+        let mut bytes = std::vec![0; r.v.state_size()];
+        r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        r.v.set_cr0(new);
+        r.restore(&bytes, false);
+        r.v.set_cr0(new - Cr0::CD_NW);
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        assert_eq!(ControlRegisters::cr0(&r.v) & Cr0::CD_NW, Cr0::empty());
+    }
+}
