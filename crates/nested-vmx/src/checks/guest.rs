@@ -233,9 +233,9 @@ fn interruptibility(v: &Vmcs12, limits: &Limits) -> Checked {
 /// Bits of the pending debug exceptions that are always zero; bit 16 is of a feature that is not offered.
 const PENDING_ZERO: u64 = !0x1_7fff | 0xff0 | 1 << 13 | 1 << 16;
 /// A single step is pending.
-const SINGLE_STEP: u64 = 1 << 14;
+pub(crate) const SINGLE_STEP: u64 = 1 << 14;
 /// DEBUGCTL.BTF.
-const BTF: u64 = 1 << 1;
+pub(crate) const BTF: u64 = 1 << 1;
 
 fn pending_debug(v: &Vmcs12) -> Checked {
     let pending = v.get(field::GUEST_PENDING_DEBUG);

@@ -411,6 +411,10 @@ impl<C: Cpu> Vmx<C> {
         if debug != 0 {
             self.set(fields::GUEST_DEBUGCTL, debug & msr::debugctl::RTM);
         }
+        // The checks went by L1's field: with BTF a step that pends in a shadow is another than the hardware wants.
+        if v.get(field::GUEST_DEBUGCTL) & msr::debugctl::BTF != 0 {
+            self.match_pending_step();
+        }
         // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_own_root() {
             // L2's addresses are L1's own.

@@ -840,3 +840,31 @@ fn the_cache_bits_of_a_saved_l2_are_those_it_ran_with() {
         assert_eq!(ControlRegisters::cr0(&r.v) & Cr0::CD_NW, Cr0::empty());
     }
 }
+
+/// BTF is not L2's, and a step that pends in a shadow is as the hardware wants it without; L1's check goes by its field.
+#[test]
+fn a_step_from_branch_to_branch_in_a_shadow_enters() {
+    let mut v12 = good();
+    set!(
+        v12,
+        GUEST_RFLAGS = 0x302,
+        GUEST_INTERRUPTIBILITY = 2,
+        GUEST_DEBUGCTL = msr::debugctl::BTF,
+        EXIT_CONTROLS = 0x3_6dfb & !(1 << 2) | 1 << 9 | 1 << 21
+    );
+    for loads in [true, false] {
+        if !loads {
+            set!(v12, ENTRY_CONTROLS = 0x11fb & !(1 << 2) | 1 << 9 | 1 << 15);
+        }
+        let mut r = Rig::new(&v12, 0xd01);
+        let mut by = ExitReason::Vmlaunch;
+        for _ in 0..3 {
+            assert_eq!(r.go(by), Executed::Entered);
+            r.enter(ExitReason::EptViolation, |v| {
+                assert_eq!(v.get(field::GUEST_PENDING_DEBUG), 1 << 14);
+            });
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+            by = ExitReason::Vmresume;
+        }
+    }
+}
