@@ -171,15 +171,25 @@ impl<C: Cpu> Vmx<C> {
         self.watch_sysenter();
         self.pass_speculation();
         // Without the control the instruction is #UD: a guest that was not offered it has to get that.
-        if features.rdtscp {
-            self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
+        for (there, control, offered) in [
+            (features.rdtscp, ProcControls2::RDTSCP, tsc_aux),
+            (features.invpcid, ProcControls2::INVPCID, invpcid),
+            (features.xsaves, ProcControls2::XSAVES, xsave),
+        ] {
+            if there {
+                self.offer(control, offered);
+            }
         }
-        if features.invpcid {
-            self.change_proc2(ProcControls2::INVPCID, invpcid);
+    }
+
+    /// Offers the guest what a control stands for, or not. Whether L2 has it is L1's to say alone.
+    fn offer(&self, control: ProcControls2, offered: bool) {
+        if !self.cold.of_l1.runs {
+            self.change_proc2(control, offered);
         }
-        if features.xsaves {
-            self.change_proc2(ProcControls2::XSAVES, xsave);
-        }
+        self.behind_l2(|cpu, vmcs01| {
+            vmcs01.change_proc2(cpu, control, offered);
+        });
     }
 }
 

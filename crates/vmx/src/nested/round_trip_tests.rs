@@ -868,3 +868,31 @@ fn a_step_from_branch_to_branch_in_a_shadow_enters() {
         }
     }
 }
+
+/// The VMM sets a filter, and the guest's CPUID, while L2 runs: L1 is offered an instruction or is not, and L2 has what L1
+/// lets it have.
+#[test]
+fn what_l1_keeps_from_l2_stays_while_the_vmm_sets_its_filter() {
+    let offered = ProcControls2::RDTSCP;
+    let word = |r: &Rig| ProcControls2::from_bits_retain(r.v.get(fields::PROC_CONTROLS2));
+    for wanted in [ProcControls2::empty(), offered] {
+        let mut v12 = good();
+        set!(v12, PROC_CONTROLS2 = wanted.bits());
+        let mut r = Rig::new(&v12, 0xd01);
+        for on in [true, false] {
+            let mut limits = r.v.cold.limits;
+            limits.tsc_aux = true;
+            r.v.set_limits(limits);
+            assert!(word(&r).contains(offered));
+            let by = if on { ExitReason::Vmlaunch } else { ExitReason::Vmresume };
+            assert_eq!(r.go(by), Executed::Entered);
+            limits.tsc_aux = on;
+            r.v.set_limits(limits);
+            r.v.set_msr_filter(|_| x86::Directions::empty());
+            assert_eq!(word(&r) & offered, wanted, "L2");
+            r.enter(ExitReason::Cpuid, |_| {});
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+            assert_eq!(word(&r).contains(offered), on, "L1");
+        }
+    }
+}
