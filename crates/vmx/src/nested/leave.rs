@@ -20,6 +20,7 @@ use super::{
 use crate::{
     fields,
     host_words::Sysenter,
+    permission::LISTED,
     state::{Offer, Vmx, attention},
 };
 
@@ -423,10 +424,18 @@ impl<C: Cpu> Vmx<C> {
                 // The guest's whole word: the field has what the hardware needs.
                 msr::EFER => self.efer.bits(),
                 crate::permission::TSC => tsc,
-                // Not kept here: the vCPU has it, and stores it before L1 runs.
+                // As RDMSR has it.
+                msr::TSC_AUX if !self.cold.limits.tsc_aux => return Err(()),
+                // What is not kept here the vCPU has, and stores it before L1 runs. It stores as well what an exit leaves alone
+                // and not each guest has: it asks CPUID, and the whole filter.
                 index => match self.msr(index) {
-                    Ok(value) => value,
-                    Err(_) => {
+                    Ok(value)
+                        if LISTED.contains(&index)
+                            && !matches!(index, msr::XSS | msr::SPEC_CTRL) =>
+                    {
+                        value
+                    }
+                    _ => {
                         self.call_for_list();
                         n.leave_to_vcpu(ListMsr { index, act: ListAct::Store(step.slot) }, 0)?;
                         done = done.wrapping_add(1);

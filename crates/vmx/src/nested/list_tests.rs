@@ -198,3 +198,29 @@ fn what_l2_has_left_survives_an_entry_that_fails() {
         });
     }
 }
+
+/// What each guest has is stored with L2's value; what RDMSR of L1's might refuse the vCPU is asked for, or is a VMX abort.
+#[test]
+fn an_exit_stores_no_msr_that_l1_may_not_read() {
+    let asked = |index| ListMsr { index, act: backend::ListAct::Store(Gpa(0x3008)) };
+    for (index, vcpus) in [
+        (msr::XSS, true),
+        (msr::SPEC_CTRL, true),
+        (x86::vmcs::capability::FEATURE_CONTROL, true),
+        (x86::vmcs::capability::VMX_PROCBASED_CTLS2, true),
+        (msr::SYSENTER_EIP, false),
+        (msr::TSC_AUX, false),
+    ] {
+        let mut v12 = good();
+        set!(v12, EXIT_MSR_STORE_COUNT = 1, EXIT_MSR_STORE_ADDR = 0x3000);
+        let mut r = Rig::new(&v12, 0xd01);
+        put_list(&r, &[(index, 0)]);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::Cpuid, |_| {});
+        r.leave_loop();
+        let is_abort = index == msr::TSC_AUX;
+        let done = if is_abort { Executed::Shutdown } else { Executed::Left };
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), done, "{index:#x}");
+        assert_eq!(r.v.next_list_msr(), vcpus.then(|| asked(index)));
+    }
+}
