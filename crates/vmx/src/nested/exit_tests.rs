@@ -391,23 +391,30 @@ fn addresses_of_the_host_state_are_as_wide_as_the_cpu_has_them() {
     }
 }
 
-/// XSAVES comes and goes with CPUID.
+/// The controls of instructions come and go with CPUID.
 #[test]
-fn a_second_cpuid_gives_and_takes_xsaves() {
+fn a_second_cpuid_gives_and_takes_instructions() {
     use backend::{GuestLimits, Msrs as _};
     let f = crate::features::Features { xsaves: true, ..super::round_trip_tests::features() };
     let mut r = Rig::on(f, &good(), 0xd01);
     r.v.leave_operation();
-    for xsave in [false, true, false] {
+    for (xsave, tsc_aux, invpcid) in
+        [(false, false, true), (true, false, false), (false, true, false), (true, true, true)]
+    {
         r.v.set_limits(GuestLimits {
             cr4_allowed: Cr4::from_bits_retain(0x77_27ff),
             efer_allowed: 0xd01,
             maxphyaddr: 40,
             vmx: true,
             xsave,
+            tsc_aux,
+            invpcid,
             ..GuestLimits::default()
         });
         let offered = r.v.msr(x86::vmcs::capability::VMX_PROCBASED_CTLS2).unwrap() >> 32;
-        assert_eq!(offered & u64::from(ProcControls2::XSAVES.bits()) != 0, xsave);
+        let has = |bit: ProcControls2| offered & u64::from(bit.bits()) != 0;
+        assert_eq!(has(ProcControls2::XSAVES), xsave);
+        assert_eq!(has(ProcControls2::RDTSCP), tsc_aux);
+        assert_eq!(has(ProcControls2::INVPCID), invpcid);
     }
 }
