@@ -9,11 +9,11 @@ pub mod host;
 use x86::vmcs::field::{self, Field, Natural, Width};
 use x86::vmcs::{
     ENTRY_FAILURE, EntryControls, ExitControls, ExitReason, Group, Groups, ReadWrite,
-    ept_violation, event, interruptibility,
+    ept_violation, event,
 };
 use x86::{Cr0, Efer};
 
-use crate::checks::guest::{BTF, SINGLE_STEP, activity_state};
+use crate::checks::guest::activity_state;
 use crate::{EntryFailure, Vmcs12};
 
 /// vmcs02 after an exit. A field is read when it is asked for.
@@ -248,13 +248,6 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     // The hardware's field says active all the time: L0 sleeps for L2.
     v.set(field::GUEST_ACTIVITY, known.activity);
     let mut differ = save_msrs(v, exit, known);
-    // L2 ran without BTF, whatever L1's field says: the next entry's check is of the field, and takes no step with it.
-    let shadow = interruptibility::STI | interruptibility::MOV_SS;
-    if v.get(field::GUEST_DEBUGCTL) & BTF != 0 && v.get(field::GUEST_INTERRUPTIBILITY) & shadow != 0
-    {
-        let pending = v.get(field::GUEST_PENDING_DEBUG);
-        v.set(field::GUEST_PENDING_DEBUG, pending & !SINGLE_STEP);
-    }
     // An exit updates this control, for the next entry to resume L2 in its mode (SDM vol. 3C
     // §28.2).
     // EFER as L2 left it: it may have changed its mode without an exit that L1 sees.

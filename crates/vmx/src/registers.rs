@@ -5,7 +5,7 @@ use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
     segment::{DescriptorTable, Segment},
-    vmcs::EntryControls,
+    vmcs::{EntryControls, Group, Groups},
 };
 
 use crate::{fields, segments, state::Vmx};
@@ -217,7 +217,14 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// NW.
     fn set_cr0(&mut self, value: Cr0) {
         // What is L1's own in L2 stays what L1 made it, whatever L2 sees.
-        self.cr0 = (value - self.cold.of_l1.cr0) | self.cr0 & self.cold.of_l1.cr0;
+        let whole = (value - self.cold.of_l1.cr0) | self.cr0 & self.cold.of_l1.cr0;
+        let changed = core::mem::replace(&mut self.cr0, whole) ^ whole;
+        // L2 begins with those of L1's.
+        if changed.intersects(Cr0::CD_NW)
+            && let Some(n) = &mut self.nested
+        {
+            n.machine.touch(Groups::of(Group::ControlRegisters));
+        }
         // VMX fixes them to 1, but not for a guest that may run without paging and protection.
         let fixed = self.features.cr0_fixed - Cr0::PG_PE;
         self.set(fields::CR0_SHADOW, self.seen_cr0(value).bits());

@@ -233,9 +233,9 @@ fn interruptibility(v: &Vmcs12, limits: &Limits) -> Checked {
 /// Bits of the pending debug exceptions that are always zero; bit 16 is of a feature that is not offered.
 const PENDING_ZERO: u64 = !0x1_7fff | 0xff0 | 1 << 13 | 1 << 16;
 /// A single step is pending.
-pub(crate) const SINGLE_STEP: u64 = 1 << 14;
+const SINGLE_STEP: u64 = 1 << 14;
 /// DEBUGCTL.BTF.
-pub(crate) const BTF: u64 = 1 << 1;
+const BTF: u64 = 1 << 1;
 
 fn pending_debug(v: &Vmcs12) -> Checked {
     let pending = v.get(field::GUEST_PENDING_DEBUG);
@@ -243,10 +243,11 @@ fn pending_debug(v: &Vmcs12) -> Checked {
     // In a shadow, and in HLT, the trap of the step before has not come yet: TF says whether there is one.
     let blocked = v.get(field::GUEST_INTERRUPTIBILITY) & (int::STI | int::MOV_SS) != 0;
     if blocked || v.get(field::GUEST_ACTIVITY) == activity_is::HLT {
-        let steps = v.get(field::GUEST_RFLAGS) & Rflags::TF.bits() != 0
-            // By the field, whether or not the entry loads DEBUGCTL.
-            && v.get(field::GUEST_DEBUGCTL) & BTF == 0;
-        rule((pending & SINGLE_STEP != 0) == steps, Broken::PendingDebug)?;
+        let steps = v.get(field::GUEST_RFLAGS) & Rflags::TF.bits() != 0;
+        // By the field, whether or not the entry loads DEBUGCTL. L2 runs without BTF, and an exit leaves a step that was none
+        // with it: either is taken then, and the entry makes it match.
+        let by_branch = steps && v.get(field::GUEST_DEBUGCTL) & BTF != 0;
+        rule(by_branch || (pending & SINGLE_STEP != 0) == steps, Broken::PendingDebug)?;
     }
     Ok(())
 }

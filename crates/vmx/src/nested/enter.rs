@@ -197,9 +197,9 @@ impl<C: Cpu> Vmx<C> {
         let of_l1 = self.cr0;
         // From here on vmcs02 is the vCPU's: what fails now fails as an entry that was loaded.
         self.change_to_l2(n, gprs, dirty);
-        // At each entry: L1 may have changed its own, with nothing to be composed. A state that is restored has L2's.
+        // L1 that changes its own has it composed anew ([`Vmx::set_cr0`]). A state that is restored has L2's.
         let differs = (self.cr0 ^ of_l1) & Cr0::CD_NW;
-        if !differs.is_empty() {
+        if dirty.has(Group::ControlRegisters) && !differs.is_empty() {
             self.leave_caching(n, differs);
         }
         // Before the list: what fails there is an entry that had begun, and VMLAUNCH is undone by it.

@@ -157,6 +157,7 @@ impl Rig {
             maxphyaddr: 40,
             vmx: true,
             xsave: true,
+            tsc_aux: true,
             ..GuestLimits::default()
         });
         v.set_tdp_root(Hpa(0x7000));
