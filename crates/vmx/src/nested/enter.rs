@@ -194,13 +194,11 @@ impl<C: Cpu> Vmx<C> {
             Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
             Entered::Fetch(_) => return Executed::Outside,
         };
-        let of_l1 = self.cr0;
         // From here on vmcs02 is the vCPU's: what fails now fails as an entry that was loaded.
         self.change_to_l2(n, gprs, dirty);
         // L1 that changes its own has it composed anew ([`Vmx::set_cr0`]). A state that is restored has L2's.
-        let differs = (self.cr0 ^ of_l1) & Cr0::CD_NW;
-        if dirty.has(Group::ControlRegisters) && !differs.is_empty() {
-            self.leave_caching(n, differs);
+        if dirty.has(Group::ControlRegisters) {
+            self.leave_caching(n);
         }
         // Before the list: what fails there is an entry that had begun, and VMLAUNCH is undone by it.
         n.machine.entered(entry);
@@ -223,10 +221,16 @@ impl<C: Cpu> Vmx<C> {
         Self::put_to_sleep(n)
     }
 
-    /// CD and NW stay as L1 has them, which an exit leaves in turn: VMCS12 is no way to them. `differs`: what is to change.
+    /// CD and NW stay as L1 has them, which an exit leaves in turn: VMCS12 is no way to them.
     #[cold]
     #[inline(never)]
-    fn leave_caching(&mut self, n: &mut Nested, differs: Cr0) {
+    fn leave_caching(&mut self, n: &mut Nested) {
+        // L1 owns all of its CR0: what it sees is what there is.
+        let Some(of_l1) = n.other.fields.get(fields::CR0_SHADOW) else { return };
+        let differs = (self.cr0 ^ Cr0::from_bits_retain(of_l1)) & Cr0::CD_NW;
+        if differs.is_empty() {
+            return;
+        }
         self.cr0 ^= differs;
         let seen = (differs - self.cold.of_l1.cr0).bits();
         self.set(fields::CR0_SHADOW, self.get(fields::CR0_SHADOW) ^ seen);
@@ -383,6 +387,16 @@ impl<C: Cpu> Vmx<C> {
         self.load_l2(n, gprs, dirty);
     }
 
+    /// Last branches are not virtualized, nor is the step from branch to branch. What is left has been checked by what the
+    /// vCPU has. The check of a pending step went by L1's field: with BTF another pends in a shadow than the hardware wants.
+    #[cold]
+    #[inline(never)]
+    fn mask_debugctl(&mut self) {
+        let debug = self.get(fields::GUEST_DEBUGCTL);
+        self.set(fields::GUEST_DEBUGCTL, debug & msr::debugctl::RTM);
+        self.match_pending_step();
+    }
+
     fn compose(&mut self, n: &Nested, dirty: Groups) {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
@@ -405,15 +419,9 @@ impl<C: Cpu> Vmx<C> {
                 self.set(fields::GUEST_CR0, cr0 & !NOT_LOADED);
             }
         }
-        // Last branches are not virtualized, nor is the step from branch to branch. What is left has been checked by
-        // what the vCPU has.
-        let debug = self.get(fields::GUEST_DEBUGCTL);
-        if debug != 0 {
-            self.set(fields::GUEST_DEBUGCTL, debug & msr::debugctl::RTM);
-        }
-        // The checks went by L1's field: with BTF a step that pends in a shadow is another than the hardware wants.
-        if v.get(field::GUEST_DEBUGCTL) & msr::debugctl::BTF != 0 {
-            self.match_pending_step();
+        // Whence the field may have anything. Nearly always 0.
+        if v.get(field::GUEST_DEBUGCTL) | l0.debugctl != 0 {
+            self.mask_debugctl();
         }
         // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_own_root() {
