@@ -64,6 +64,14 @@ fn l0() -> merge::L0 {
     }
 }
 
+/// An exit of L2's for CPUID, with block 02 as it is in `from`.
+fn leaves(memory: &Block, copy: &Vmcb12, from: &Vmcb) {
+    let exit = Exit::plain(ExitCode::Cpuid);
+    let undelivered = Undelivered::default();
+    let left = Left { from, cr0_hidden: 0, exit: &exit, undelivered, entered: true };
+    leave::write(memory, copy, &left, &OFFERED).unwrap();
+}
+
 /// Block 02 of such a VMCB12: `int_ctl`, the fourth word of intercepts, and the extensions.
 fn entered(v12: &Vmcb, offered: &Offered) -> (u32, u32, u64) {
     let mut b02 = Vmcb::new_zeroed();
@@ -109,10 +117,7 @@ fn l1_finds_the_gif_that_l2_has_left() {
         copy.load(&memory, Gpa(0)).unwrap();
         let mut from = Vmcb::new_zeroed();
         from.control.int_ctl = b02;
-        let exit = Exit::plain(ExitCode::Cpuid);
-        let undelivered = Undelivered::default();
-        let left = Left { from: &from, cr0_hidden: 0, exit: &exit, undelivered, entered: true };
-        leave::write(&memory, &copy, &left, &OFFERED).unwrap();
+        leaves(&memory, &copy, &from);
         assert_eq!(memory.0.borrow().control.int_ctl & GIF, wanted);
         let (mut page, b01) = (Vmcb::new_zeroed(), Vmcb::new_zeroed());
         saved::data(&mut page, &copy, (&b01, 0), &from.control, None);
@@ -150,10 +155,7 @@ fn the_pat_in_l1s_block_is_l2s_if_l2_has_set_it() {
         copy.registers().g_pat = OF_L1;
         let mut from = Vmcb::new_zeroed();
         from.save.g_pat = set;
-        let exit = Exit::plain(ExitCode::Cpuid);
-        let undelivered = Undelivered::default();
-        let left = Left { from: &from, cr0_hidden: 0, exit: &exit, undelivered, entered: true };
-        leave::write(&memory, &copy, &left, &OFFERED).unwrap();
+        leaves(&memory, &copy, &from);
         assert_eq!(memory.0.borrow().save.g_pat, wanted);
     }
 }

@@ -220,21 +220,32 @@ fn travels(from: &mut Hypervisor) -> Hypervisor {
     to
 }
 
-#[test]
-fn a_restored_page_is_found_when_the_vcpu_runs() {
+/// L2 runs, and user space is asked for its port.
+fn stopped_in_l2() -> Hypervisor {
     let mut machine = enlightened(&vmcs12());
     machine.vmlaunch();
     machine.then(out);
     assert!(matches!(machine.run(), UserExit::Io { .. }));
-    // Twice, without a run between.
-    let mut machine = travels(&mut travels(&mut machine));
+    machine
+}
+
+/// L2's hypercall ends its run, and L1 finds the exit in its page; then user space is asked.
+fn l2_calls(machine: &mut Hypervisor) {
     machine.then(exit(ExitReason::Vmcall));
     machine.then(|vmcs, gprs| {
         assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
         out(vmcs, gprs);
     });
     assert!(matches!(machine.run(), UserExit::Io { .. }));
-    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+    assert_eq!(get(machine, field::EXIT_REASON.encoding()), 18);
+}
+
+#[test]
+fn a_restored_page_is_found_when_the_vcpu_runs() {
+    let mut machine = stopped_in_l2();
+    // Twice, without a run between.
+    let mut machine = travels(&mut travels(&mut machine));
+    l2_calls(&mut machine);
     let mut machine = travels(&mut machine);
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
@@ -245,10 +256,7 @@ fn a_restored_page_is_found_when_the_vcpu_runs() {
 /// when the page does.
 #[test]
 fn a_restored_l2_waits_for_its_page() {
-    let mut machine = enlightened(&vmcs12());
-    machine.vmlaunch();
-    machine.then(out);
-    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    let mut machine = stopped_in_l2();
     let mut machine = travels(&mut machine);
     machine.vcpu.write_msr(HV_VP_ASSIST_PAGE, 0, By::Vmm).unwrap();
     for _ in 0..2 {
@@ -256,13 +264,7 @@ fn a_restored_l2_waits_for_its_page() {
     }
     // Nothing is lost, be it here or behind another move.
     let mut machine = travels(&mut machine);
-    machine.then(exit(ExitReason::Vmcall));
-    machine.then(|vmcs, gprs| {
-        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
-        out(vmcs, gprs);
-    });
-    assert!(matches!(machine.run(), UserExit::Io { .. }));
-    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+    l2_calls(&mut machine);
 }
 
 #[test]

@@ -19,6 +19,8 @@ mod gate;
 mod host_tables;
 mod instruction;
 pub(crate) mod kept;
+#[cfg(test)]
+mod kept_words_tests;
 mod leave;
 mod list;
 #[cfg(test)]
