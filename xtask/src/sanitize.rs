@@ -42,7 +42,9 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
         for name in CRATES {
             cargo.args(["-p", name]);
         }
-        let mut flags = vec![format!("-Zsanitizer={}", sanitizer.name)];
+        // Models of interleavings are left out by it.
+        let mut flags =
+            vec![format!("-Zsanitizer={}", sanitizer.name), "--cfg=sanitized".to_owned()];
         flags.extend(fuzz::runtime(layout, sanitizer.library));
         cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
         let title = format!("unit tests under the {} sanitizer", sanitizer.name);

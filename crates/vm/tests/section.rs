@@ -1,6 +1,9 @@
 //! Sections and withdrawals under `loom`: a look at tables without a lock, beside whoever unlinks a table,
 //! flushes and frees it. The functions of the mode are those that run in the kernel.
 
+// One thread, whose stacks loom changes by itself: nothing that a sanitizer could follow.
+#![cfg(not(sanitized))]
+
 use core::sync::atomic::Ordering;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
