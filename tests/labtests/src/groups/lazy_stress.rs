@@ -41,6 +41,8 @@ const WRITES: u64 = 0x148;
 const SEED: u64 = 0x150;
 const LAZY_MSR: u64 = 0x158;
 const TOGGLES: u64 = 0x160;
+/// The last early interrupt: TSC, deadline, the one before if it had come, RIP and RFLAGS.
+const LAST_EARLY: [u64; 5] = [0x168, 0x170, 0x178, 0x180, 0x188];
 /// Interrupts by how late they were: 1024 counts, 256 ticks each, the last for all beyond.
 const LATENESS: u64 = 0x1000;
 const LATENESS_TICKS: u64 = 256;
@@ -339,8 +341,7 @@ impl Stress {
                 );
             }
             equal("lost", n(LOST), 0)?;
-            // TSC, deadline, the one before if it had come, RIP and RFLAGS.
-            let last = [0x168, 0x170, 0x178, 0x180, 0x188].map(n);
+            let last = LAST_EARLY.map(n);
             equal("early, and the last of them", (n(EARLY), last), (0, [0; 5]))?;
             equal("unasked", n(UNASKED), 0)?;
             let rate = rearms / 100;
@@ -412,7 +413,8 @@ fn a_guest_that_scribbles_into_anothers_page_stops_nobody() -> Outcome {
     let mut regs = vcpu.regs()?;
     regs.rdi = STATES;
     vcpu.set_regs(&regs)?;
-    for what in [EARLY, UNASKED, LOST, TAKEN] {
+    // What the lies led to is no fault: of an early interrupt its place was noted as well.
+    for what in [EARLY, UNASKED, LOST, TAKEN].into_iter().chain(LAST_EARLY) {
         memory.write(what, 0);
     }
     memory.write(LEFT, 1000);
