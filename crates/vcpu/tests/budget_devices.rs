@@ -215,6 +215,32 @@ fn an_ipi_to_another_vcpu_costs_the_hosts_segments() {
     assert_eq!(other.shared().lapic.highest_pending().map(|v| v.0), Some(0x56));
 }
 
+/// A vCPU that kicked itself and stayed would be in the guest with no IPI for what others make pending.
+#[test]
+fn a_vcpu_that_kicks_itself_is_still_kicked_by_others() {
+    const ALL: u64 = 2 << 18;
+    let mut v = with_x2apic();
+    let shared = v.shared().clone();
+    let own = host::smp::cpu_id();
+    // Masked by the priority: nothing of it ends the loop.
+    v.backend().cpu().inner().then(wrmsr(0x808, 0xf0));
+    v.backend().cpu().inner().then(wrmsr(0x830, ALL | 0x55));
+    v.backend().cpu().inner().then(move |vmcb, _| {
+        let _ = surroundings::take_kicks();
+        // On another CPU a device makes an interrupt pending.
+        let world = surroundings::clock();
+        let elsewhere = || {
+            surroundings::adopt(&world);
+            assert_ne!(host::smp::cpu_id(), own, "another CPU");
+            shared.kick();
+        };
+        std::thread::scope(|scope| scope.spawn(elsewhere).join().unwrap());
+        assert!(!surroundings::take_kicks().is_empty(), "nothing ends the guest's run");
+        shutdown(vmcb, &mut Gprs::default());
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
 #[test]
 fn a_halt_with_an_interrupt_pending_goes_on_in_two_vmruns() {
     let mut v = with_x2apic();

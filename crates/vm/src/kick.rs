@@ -7,6 +7,10 @@
 //! if the sender's, the vCPU's exchange reads from it and the look sees the event; if the vCPU's,
 //! the sender sees `IN_GUEST` and the IPI ends the guest's run. Neither needs more than
 //! acquire-release order for that. `tests/kick.rs` model-checks these very functions.
+//!
+//! A vCPU that kicks itself without leaving, by an IPI to all or a line that it raises again, gets no
+//! IPI: nothing would look, and `KICKED` keeps every later sender from sending one. So it asks
+//! [`KickState::is_kicked`] behind all that may have kicked it, and leaves.
 
 use core::sync::atomic::{
     AtomicU32,
@@ -119,6 +123,15 @@ impl<W: Word> KickState<W> {
         // Relaxed: the exchange that set IN_GUEST was read from, and the number was stored before
         // it.
         (self.mode.fetch_or(KICKED, AcqRel) == IN_GUEST).then(|| self.cpu.load(Relaxed))
+    }
+
+    /// Whether somebody has kicked since the owner entered. The owner asks behind what it did itself in the guest's
+    /// mode: a kick of its own sends no IPI and keeps those of others from sending one, so it must
+    /// [`leave`](Self::leave), and look.
+    #[inline]
+    pub fn is_kicked(&self) -> bool {
+        // Its own store it sees in any case; one of another CPU comes with an IPI.
+        self.mode.load(Relaxed) & KICKED != 0
     }
 
     /// After a request was made: the CPU on which the vCPU may run the guest without having seen

@@ -99,12 +99,19 @@ impl VcpuShared {
         if self.waiter.wake() {
             return;
         }
-        // On its own CPU only the vCPU itself can find itself in the guest, and it looks anyway.
+        // On its own CPU only the vCPU itself can find itself in the guest: it asks `is_kicked` behind that.
         if let Some(cpu) = self.state().kick()
             && cpu as usize != smp::cpu_id()
         {
             smp::kick(cpu as usize);
         }
+    }
+
+    /// Whether the vCPU was kicked since its owner entered, by itself perhaps, which no IPI tells. The owner
+    /// leaves the mode then.
+    #[inline]
+    pub fn is_kicked(&self) -> bool {
+        self.state().is_kicked()
     }
 
     /// Requests and kicks.

@@ -150,3 +150,36 @@ fn who_waits_for_the_named_cpu_has_waited_for_the_guest() {
         assert!(!runs_unaware || named == Some(CPU));
     });
 }
+
+/// A vCPU that makes something pending for itself while it is in the guest's mode, beside a sender. `LOOKS`: it asks
+/// afterwards whether it was kicked, and leaves.
+fn kicks_itself<const LOOKS: bool>() {
+    loom::model(|| {
+        let model = Model::<true>::new();
+        let sender = model.clone();
+        assert!(model.state.enter(CPU));
+        let sender = thread::spawn(move || sender.send_event(2));
+        model.events.fetch_or(1, Release);
+        // To its own CPU no IPI is sent.
+        let _ = model.state.kick();
+        let seen = if LOOKS && model.state.is_kicked() {
+            model.state.leave();
+            model.run()
+        } else {
+            // It has seen its own, and is in the guest again.
+            1
+        };
+        sender.join().unwrap();
+        model.check(seen, 3);
+    });
+}
+
+#[test]
+fn a_vcpu_that_kicks_itself_and_leaves_hears_of_others() {
+    kicks_itself::<true>();
+}
+
+#[test]
+fn a_vcpu_that_kicks_itself_and_stays_loses_what_others_send() {
+    assert!(catch_unwind(AssertUnwindSafe(kicks_itself::<false>)).is_err());
+}

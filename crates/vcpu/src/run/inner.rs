@@ -258,7 +258,9 @@ impl<B: Backend> Vcpu<B> {
         // With the host's segments in place: RCU uses per-CPU data.
         let done = irq::guest_paused(|| {
             let result = f(self);
-            (result, if task::work_pending() { Next::Done } else { Next::Again })
+            // What the vCPU makes pending for itself sends no IPI, and would mute the kicks of others.
+            let leaves = task::work_pending() || self.shared.is_kicked();
+            (result, if leaves { Next::Done } else { Next::Again })
         });
         self.b.guest_segments();
         done
