@@ -351,7 +351,12 @@ impl Lapic {
             // An entry that comes is masked, and one that goes interrupts nobody.
             self.set_lvt(LocalVector::Cmci, lvt::MASKED);
         }
+        let ran_for_deadline = self.tsc_deadline_mode();
         self.features.store(bits, Relaxed);
+        if ran_for_deadline && !self.tsc_deadline_mode() {
+            // A deadline without its mode would come and interrupt nobody, again and again.
+            self.timer.stop();
+        }
     }
 
     #[inline]

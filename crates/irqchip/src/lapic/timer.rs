@@ -130,6 +130,22 @@ pub struct SwTimerExpired {
     pub ask_owner: bool,
 }
 
+/// Who looks whether the timer has expired.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ByWhom {
+    Owner,
+    SwTimer,
+}
+
+/// What has become of an expiry.
+struct Expired {
+    accepted: Accepted,
+    /// When the timer expires next.
+    next: Option<u64>,
+    /// A guarded deadline is left to the owner.
+    ask_owner: bool,
+}
+
 impl TimerOp {
     /// Does with the host timer what is asked for: `start` starts the stopped timer at an absolute host
     /// time, `cancel` stops it and waits until its handler is through. Owner only.
@@ -171,7 +187,7 @@ impl Timer {
         self.divide.store(0, Relaxed);
     }
 
-    fn stop(&self) {
+    pub(super) fn stop(&self) {
         // The expiry alone stops it: a host timer that fires later finds nothing to do.
         self.expiry_ns.store(0, SeqCst);
         self.period_ns.store(0, Relaxed);
@@ -423,13 +439,7 @@ impl Lapic {
         if timer.hv.load(SeqCst) != 0 {
             return SwTimerExpired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
         }
-        // The guest may have stored a later deadline in memory that no interrupt handler may touch.
-        let ask_owner = timer.guarded.load(SeqCst) != 0
-            && self.tsc_deadline_mode()
-            // From 1: an expiry of 0 says that the timer does not run.
-            && (1..=now_ns).contains(&timer.expiry_ns.load(SeqCst));
-        let (accepted, next) =
-            if ask_owner { (Accepted::Ignored, None) } else { self.expire(now_ns) };
+        let Expired { accepted, next, ask_owner } = self.expire(now_ns, ByWhom::SwTimer);
         // Armed for the rest: what fired was too early, or the timer is periodic.
         let rearm = next.filter(|ns| {
             // The owner may have switched to the hv timer meanwhile.
@@ -441,22 +451,33 @@ impl Lapic {
     /// Delivers if the time has come, without touching the host timer: lets the owner, who knows
     /// the time, not wait for the host timer.
     pub fn expire_due(&self, now_ns: u64) -> Accepted {
-        if self.timer_due(now_ns) { self.expire(now_ns).0 } else { Accepted::Ignored }
+        if self.timer_due(now_ns) {
+            self.expire(now_ns, ByWhom::Owner).accepted
+        } else {
+            Accepted::Ignored
+        }
     }
 
-    /// Delivers what has expired by `now_ns`; also gives the next expiry.
-    fn expire(&self, now_ns: u64) -> (Accepted, Option<u64>) {
+    /// Delivers what has expired by `now_ns`, but for a guarded deadline, of which the owner alone knows whether it
+    /// is the newest.
+    fn expire(&self, now_ns: u64, by: ByWhom) -> Expired {
         let timer = &self.timer;
         let mut accepted = Accepted::Ignored;
         // The owner and the handler may both be here: whoever exchanges the expiry delivers.
         let mut expiry = timer.expiry_ns.load(SeqCst);
         loop {
             if expiry == 0 {
-                return (accepted, None);
+                return Expired { accepted, next: None, ask_owner: false };
             }
             if expiry > now_ns {
                 // Not yet: the host timer fired early, or the owner has moved the expiry away.
-                return (accepted, Some(expiry));
+                return Expired { accepted, next: Some(expiry), ask_owner: false };
+            }
+            // Asked of the very expiry that would be exchanged: the owner may have set another one meanwhile. The guest
+            // may have stored a later deadline in memory that no interrupt handler may touch.
+            if by == ByWhom::SwTimer && timer.guarded.load(SeqCst) != 0 && self.tsc_deadline_mode()
+            {
+                return Expired { accepted, next: None, ask_owner: true };
             }
             let period = timer.period_ns.load(Relaxed);
             let next = if self.periodic() && period != 0 {

@@ -490,6 +490,10 @@ impl<B: Backend> Vcpu<B> {
             if self.shared.has_requests() {
                 self.take_requests()?;
             }
+            // A wait that ends at once has looked at no signal: what ends it may be there again and again.
+            if task::handle_work().is_err() {
+                return Err(UserExit::Intr.into());
+            }
         }
     }
 }

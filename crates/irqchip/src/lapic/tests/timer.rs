@@ -171,6 +171,17 @@ fn a_deadline_needs_its_mode_and_a_count_needs_the_other() {
 }
 
 #[test]
+fn a_deadline_goes_with_its_mode_when_cpuid_takes_that() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
+    let _ = lapic.switch_to_hv_timer();
+    let op = lapic.set_tsc_deadline((NOW + 700) * 2, &clock(NOW));
+    assert_eq!(op, TimerOp::ArmHv);
+    lapic.set_features(Features::default());
+    assert_eq!((lapic.tsc_deadline(), lapic.next_expiry()), (0, Expiry::Never));
+}
+
+#[test]
 fn going_from_one_shot_to_periodic_lets_the_count_go_on() {
     let lapic = xapic(0);
     let _ = lapic.write(TDCR, 0b1011);
