@@ -47,6 +47,15 @@ pub fn enable(off: Off) {
     drop(off);
 }
 
+/// Does `work` with interrupts off, whether they are on or off before.
+#[inline]
+pub fn undisturbed<T>(work: impl FnOnce() -> T) -> T {
+    let off = enabled().then(disable);
+    let result = work();
+    drop(off);
+    result
+}
+
 /// Takes what interrupts are pending, with interrupts off before and after.
 #[inline]
 pub fn window(off: &mut Off) {

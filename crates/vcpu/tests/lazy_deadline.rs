@@ -224,6 +224,24 @@ fn a_page_that_is_not_mapped_is_told_before_the_guest_runs_on() {
 }
 
 #[test]
+fn a_deadline_that_is_given_up_while_the_page_is_not_mapped_stays_given_up() {
+    let mut bench = Bench::new();
+    let (first, page) = (bench.ahead(1_000_000), bench.page);
+    bench.run([wrmsr(DEADLINE, first)]);
+    let hva = page.hpa().0;
+    invalidate(Hva(hva), Hva(hva + 4096), || {});
+    bench.run([move |vmcb: &mut Vmcb, gprs: &mut Gprs| {
+        // The promise allows the guest to keep a later one to itself; then it stops its timer.
+        set_word(page, 8, first + 500);
+        wrmsr(DEADLINE, 0)(vmcb, gprs);
+    }]);
+    assert_eq!((bench.armed(), bench.v.read_msr(DEADLINE, By::Vmm)), (0, Ok(0)));
+    bench.pass(2_000_000);
+    bench.run([exit(ExitCode::Wbinvd)]);
+    assert_eq!(bench.pending_interrupt(), None);
+}
+
+#[test]
 fn a_page_without_a_slot_costs_the_guest_its_laziness_and_no_interrupt() {
     let mut bench = Bench::new();
     let deadline = bench.ahead(100_000);

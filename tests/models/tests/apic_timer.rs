@@ -7,7 +7,7 @@ use gannet_models::{
     Lapic,
     atomic::weakened,
     explore, fails_with,
-    lapic::{CpuRole, TimerClock, TimerOp},
+    lapic::{Accepted, CpuRole, TimerClock, TimerOp},
 };
 use loom::{
     sync::{Arc, Mutex},
@@ -136,4 +136,23 @@ fn a_deadline_given_back_while_the_host_timer_fires_has_one_that_fires_for_it() 
 #[test]
 fn a_deadline_given_back_without_barriers_is_lost() {
     assert!(fails_with("late", || weakened(|| rings_beside(&[10], there_and_back))));
+}
+
+/// The owner has promised its guest to look for a later deadline: a host timer that fires late, from before, must
+/// not take the deadline that is set meanwhile.
+#[test]
+fn a_guarded_deadline_is_left_to_its_owner_by_whatever_host_timer_fires() {
+    explore(3, || {
+        let model = Model::new();
+        model.lapic.guard_deadline(true);
+        model.set(10, 1);
+        let ringing = model.clone();
+        let ringing = thread::spawn(move || {
+            let fired = ringing.lapic.sw_timer_expired(1_000_000);
+            assert_eq!(fired.accepted, Accepted::Ignored, "delivered without a look");
+        });
+        let _ = model.lapic.switch_to_hv_timer();
+        let _ = model.lapic.switch_to_sw_timer(&at(2));
+        ringing.join().unwrap();
+    });
 }

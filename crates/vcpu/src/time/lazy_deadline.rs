@@ -97,16 +97,19 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn arm_lazy_deadline_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
         let live = self.shared.lapic.deadline_live();
         let Some(at) = self.time.lazy.page() else { return next };
+        let before = self.time.lazy;
         // The tables' own view, with no user access: faults cannot be taken here.
         let memory = self.vm.memory();
         let view = memory.view(s);
         let page = MappedPage { memory, view: &view, at };
-        match self.time.lazy.arm(&page, live) {
-            Ok(()) => next,
-            // The page is to be put right before the guest reads it again.
-            Err(_) if next == Next::Again => Next::Done,
-            Err(_) => next,
+        if self.time.lazy.arm(&page, live).is_ok() {
+            return next;
         }
+        // The page is told outside, by the VMM's mapping, before the guest reads it again. Nothing is lost until then:
+        // what it shows is what was promised before, not a promise that nobody can take back.
+        self.time.lazy = before;
+        self.time.lazy.doubt();
+        if next == Next::Again { Next::Done } else { next }
     }
 
     /// Arms the lazy deadline outside the loop. A page out of reach stays in doubt.

@@ -31,6 +31,7 @@ pub(crate) mod lazy_deadline;
 pub(crate) mod tsc;
 
 use backend::{Backend, DeadlineWatch};
+use host::irq;
 use irqchip::lapic::{Expiry, Lapic, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
 use msr::By;
@@ -97,10 +98,9 @@ const fn is_deadline_mode(entry: u32) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// The present, outside the loop or with the host's segments loaded.
     pub(crate) fn clock_now(&mut self) -> TimerClock {
-        // The TSC right behind the clock: what lies between them is an error of all that is
-        // derived.
-        let now_ns = host::clock::monotonic_ns();
-        let tsc = self.b.host_tsc();
+        // The TSC right behind the clock, with no interrupt between: what lies between them is an error of all that
+        // is derived, and a deadline would come early by it.
+        let (now_ns, tsc) = irq::undisturbed(|| (host::clock::monotonic_ns(), self.b.host_tsc()));
         // One division for all later readings.
         let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
         self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
