@@ -14,6 +14,8 @@ mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
 mount -t debugfs none /sys/kernel/debug 2>/dev/null
 mkdir -p /out /tmp
+# A break on the console, by which a silent machine is tapped, is no text.
+[ ! -c /dev/ttyS0 ] || stty -F /dev/ttyS0 -echo 2>/dev/null
 echo '<6>gannet-lab: the job starts' >/dev/kmsg
 MODULES= PARAMETERS=
 . /job/settings

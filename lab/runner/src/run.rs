@@ -1,6 +1,7 @@
 //! Runs a machine: starts the emulator, follows its console, brings back what the job left. The recipes and the reasons for their
 //! settings stand in `docs/lab.md`; that of `intel` is in [`bochs`].
 
+use crate::layout::Kernel;
 use crate::patience::{Clock, GivenUp, Watch};
 use crate::{Job, Layout, Machine, bochs};
 use anyhow::{Context, Result, bail};
@@ -256,7 +257,7 @@ fn follow(
                 left?;
                 // Counted instructions are the same every time only without it, and there nothing is lost.
                 if !job.counting && job.machine == Machine::Amd {
-                    tap(&mut monitor);
+                    tap(&mut monitor, job.kernel);
                 }
             }
         }
@@ -270,11 +271,17 @@ const SILENCE: Duration = Duration::from_secs(3);
 
 /// Presses a key that means nothing. The emulator loses a timer interrupt now and then: the host sleeps with the interrupt pending in
 /// its local APIC and nothing ever comes, until any other interrupt makes the APIC look again (docs/lab.md).
-fn tap(monitor: &mut UnixStream) {
+fn tap(monitor: &mut UnixStream, kernel: Kernel) {
     let mut answers = [0; 4096];
     while monitor.read(&mut answers).is_ok_and(|n| n > 0) {}
+    let by = match kernel {
+        // Small: it has no driver of a keyboard, so that its interrupt is masked. The serial port's is open while the
+        // console is, which echoes nothing (`lab/host-init.sh`). Debian's kernels take a break for a SysRq.
+        Kernel::Debug => "chardev-send-break serial0\n",
+        Kernel::V6_1 | Kernel::V6_12 | Kernel::V7_3 => "sendkey shift\n",
+    };
     // A monitor that has gone away belongs to a machine that is ending.
-    let _ = monitor.write_all(b"sendkey shift\n");
+    let _ = monitor.write_all(by.as_bytes());
 }
 
 fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &Path) -> Command {
