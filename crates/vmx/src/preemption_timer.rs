@@ -45,13 +45,13 @@ impl Watched {
         core::mem::replace(&mut self.last, last) != last
     }
 
-    /// The guest's TSC ticks at this multiple of the host's rate (32.32 fixed point).
     /// Whether there is a deadline.
     #[inline]
     pub(crate) fn is_watched(&self) -> bool {
         self.last != NEVER
     }
 
+    /// The guest's TSC ticks at this multiple of the host's rate (32.32 fixed point).
     pub(crate) fn set_ratio(&mut self, ratio: u64) {
         // Rounded down: a time that is found to be too short costs an exit, one that is too long a late deadline.
         self.scale = u64::MAX / ratio.max(1);

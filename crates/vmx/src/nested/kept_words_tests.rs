@@ -4,7 +4,7 @@ extern crate std;
 use super::round_trip_tests::{Rig, good};
 use super::*;
 use crate::fields;
-use backend::{ControlRegisters, Nested as _, Permissions};
+use backend::{Claim, ControlRegisters, Nested as _, Permissions};
 use nested_vmx::set;
 use x86::msr;
 use x86::vmcs::{ExitReason, ProcControls2, field};
@@ -112,5 +112,47 @@ fn what_l1_keeps_from_l2_stays_while_the_vmm_sets_its_filter() {
             assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
             assert_eq!(word(&r).contains(offered), on, "L1");
         }
+    }
+}
+
+/// What else an L2 that goes on has of MSRs. Restored they are the vCPU's, which the VMM has set before; behind RSM they are
+/// those of before the SMI, and L1's own the handler's.
+#[test]
+fn an_l2_that_goes_on_has_its_own_debugctl_and_pat() {
+    use backend::{GuestLimits, Msrs as _, NestedState as _};
+    const RTM: u64 = msr::debugctl::RTM;
+    const PATS: [u64; 2] = [0x0007_0406_0007_0406, 0x0606_0606_0606_0606];
+    let mut v12 = good();
+    let (entry, exit) = (v12.entry(), v12.exit());
+    use x86::vmcs::{EntryControls as E, ExitControls as X};
+    set!(
+        v12,
+        ENTRY_CONTROLS = (entry | E::LOAD_DEBUG | E::LOAD_PAT).bits(),
+        EXIT_CONTROLS = (exit | X::SAVE_DEBUG | X::SAVE_PAT).bits(),
+        GUEST_PAT = PATS[0]
+    );
+    let of = |r: &Rig| (r.v.msr(msr::DEBUGCTL).unwrap(), r.v.msr(msr::PAT).unwrap());
+    for (before, pat) in [(0, PATS[1]), (RTM, PATS[0])] {
+        let mut r = Rig::new(&v12, 0xd01);
+        r.v.set_limits(GuestLimits { rtm: true, ..r.v.cold.limits });
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |_| {});
+        assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L0), "the entry is over");
+        r.leave_loop();
+        // L2 has changed them itself.
+        r.v.set_msr(msr::DEBUGCTL, RTM - before).unwrap();
+        r.v.set_msr(msr::PAT, PATS[1]).unwrap();
+        let mut bytes = std::vec![0; r.v.state_size()];
+        r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
+        assert!(r.v.enter_smm(&mut r.g, Gpa(0), &r.m).is_ok());
+        r.v.set_msr(msr::DEBUGCTL, before).unwrap();
+        r.v.set_msr(msr::PAT, pat).unwrap();
+        assert!(r.v.leave_smm(&mut r.g, Gpa(0), None, &r.m));
+        assert_eq!(of(&r), (RTM - before, PATS[1]), "behind RSM");
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        r.v.set_msr(msr::DEBUGCTL, before).unwrap();
+        r.v.set_msr(msr::PAT, pat).unwrap();
+        r.restore(&bytes, false);
+        assert_eq!(of(&r), (before, pat), "restored");
     }
 }

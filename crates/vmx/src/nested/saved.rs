@@ -110,27 +110,33 @@ impl<C: Cpu> Vmx<C> {
         n.timer = deadline.filter(|_| counts).map(Deadline);
         if restored == Restored::L2 {
             // Behind the regions: vmcs02 is composed from VMCS12.
-            self.resume_l2(n, gprs, &memory);
+            self.resume_l2(n, gprs, true, &memory);
         }
     }
 
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
-    /// vCPU's before.
+    /// vCPU's before, `restored`, or lies in VMCS12 since the SMI.
     pub(super) fn resume_l2<M: L1Memory>(
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
+        restored: bool,
         memory: &Memory<'_, M>,
     ) {
         let pending = n.machine.run_pending;
         // Read before L2's block is composed: with no entry pending they are L2's already.
         let before = (self.get(fields::GUEST_DR7), self.get(fields::GUEST_PAT), self.efer);
+        let debugctl = self.get(fields::GUEST_DEBUGCTL);
         self.begin_l2(n, gprs, memory);
         if !pending {
             let (dr7, pat, efer) = before;
             self.set(fields::GUEST_DR7, dr7);
-            // The vCPU's registers were set before the nested state: VMMs do it in that order.
-            self.set(fields::GUEST_PAT, pat);
+            // Behind RSM they are as composed: the vCPU's were those of the handler, and of L1.
+            if restored {
+                // The vCPU's registers were set before the nested state: VMMs do it in that order.
+                self.set(fields::GUEST_PAT, pat);
+                self.set(fields::GUEST_DEBUGCTL, debugctl);
+            }
             let long = n.machine.vmcs12().entry().contains(EntryControls::IA32E_GUEST);
             let mode = Efer::LME | Efer::LMA;
             // Without paging LME stands for a mode to come.

@@ -37,7 +37,7 @@ impl<C: Cpu> Vmx<C> {
         // Asked for the flag that the SMI left: RSM without one changes nothing here.
         if n.machine.take_back() {
             n.machine.load_shadow(&Memory::new(l1));
-            self.resume_l2(n, gprs, &Memory::new(l1));
+            self.resume_l2(n, gprs, false, &Memory::new(l1));
         }
     }
 }
