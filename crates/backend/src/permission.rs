@@ -19,6 +19,10 @@ pub struct GuestLimits {
     pub xsave: bool,
     /// INVPCID exists for it.
     pub invpcid: bool,
+    /// RDRAND exists for it.
+    pub rdrand: bool,
+    /// RDSEED exists for it.
+    pub rdseed: bool,
     /// VMX exists for it.
     pub vmx: bool,
     /// Transactional regions exist for it, on this CPU too.

@@ -84,6 +84,8 @@ mod tests {
         tsc_aux: false,
         xsave: false,
         invpcid: false,
+        rdrand: false,
+        rdseed: false,
         vmx: false,
         rtm: false,
         wide_sysenter: false,

@@ -94,6 +94,8 @@ impl<B: Backend> Vcpu<B> {
             tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
             xsave: f(feature::XSAVE),
             invpcid: f(feature::INVPCID),
+            rdrand: f(feature::RDRAND),
+            rdseed: f(feature::RDSEED),
             vmx: f(feature::VMX),
             rtm: f(feature::RTM) && self.rare.offered.cpuid.has(feature::RTM),
             wide_sysenter: matches!(c.vendor(), Vendor::Intel | Vendor::Centaur),

@@ -69,12 +69,14 @@ pub(crate) fn whole(features: &Features, limits: &GuestLimits) -> Capabilities {
     // CR4's bits follow from CPUID and not from the host: a bit that L1 was not offered it must not set.
     let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..features.nested_host };
     let mut offer = offer(features);
-    // L1 cannot give its guest instructions that it does not have itself: without XSAVE it has no IA32_XSS, without RDTSCP and
-    // RDPID no TSC_AUX.
+    // L1 cannot give its guest instructions that it does not have itself, nor have them exit: without XSAVE it has no IA32_XSS,
+    // without RDTSCP and RDPID no TSC_AUX.
     for (there, control) in [
         (limits.xsave, ProcControls2::XSAVES),
         (limits.tsc_aux, ProcControls2::RDTSCP),
         (limits.invpcid, ProcControls2::INVPCID),
+        (limits.rdrand, ProcControls2::RDRAND),
+        (limits.rdseed, ProcControls2::RDSEED),
     ] {
         if !there {
             offer.secondary.remove(control);

@@ -401,6 +401,8 @@ fn a_second_cpuid_gives_and_takes_instructions() {
     for (xsave, tsc_aux, invpcid) in
         [(false, false, true), (true, false, false), (false, true, false), (true, true, true)]
     {
+        // RDRAND and RDSEED go by the combinations of two others.
+        let (rdrand, rdseed) = (xsave && invpcid, xsave);
         r.v.set_limits(GuestLimits {
             cr4_allowed: Cr4::from_bits_retain(0x77_27ff),
             efer_allowed: 0xd01,
@@ -409,6 +411,8 @@ fn a_second_cpuid_gives_and_takes_instructions() {
             xsave,
             tsc_aux,
             invpcid,
+            rdrand,
+            rdseed,
             ..GuestLimits::default()
         });
         let offered = r.v.msr(x86::vmcs::capability::VMX_PROCBASED_CTLS2).unwrap() >> 32;
@@ -416,5 +420,6 @@ fn a_second_cpuid_gives_and_takes_instructions() {
         assert_eq!(has(ProcControls2::XSAVES), xsave);
         assert_eq!(has(ProcControls2::RDTSCP), tsc_aux);
         assert_eq!(has(ProcControls2::INVPCID), invpcid);
+        assert_eq!((has(ProcControls2::RDRAND), has(ProcControls2::RDSEED)), (rdrand, rdseed));
     }
 }
