@@ -67,12 +67,25 @@ impl<C: Cpu> Svm<C> {
             }
             return Executed::Shutdown;
         }
+        if exit.code == ExitCode::Invalid {
+            self.forget_refused();
+        }
         if inject::decode(undelivered.info) == Some(Event::Nmi) {
             // It was not delivered, and is L1's to inject again: nothing masks NMIs. L2's own mask is in its block.
             self.set_nmi_masked(false);
         }
         self.return_to_l1(gprs);
         Executed::Left
+    }
+
+    /// The CPU has refused L2's block: what it and we hold of it is no state of a guest, and nothing of it stays.
+    #[cold]
+    #[inline(never)]
+    fn forget_refused(&mut self) {
+        self.block.mark(Clean::ALL);
+        if let Some(state) = &mut self.nested {
+            state.v12.forget();
+        }
     }
 
     /// L1 runs from now on, with GIF clear.
@@ -88,6 +101,7 @@ impl<C: Cpu> Svm<C> {
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
         let l2 = self.block.vmcb();
         let (pat, int_ctl, cr4) = (l2.save.g_pat, l2.control.int_ctl, l2.save.cr4);
+        let cr2 = l2.save.cr2;
         // Behind what is read of L2's block above, which is another from here on.
         self.change_block();
         self.level = Level::L1;
@@ -100,6 +114,11 @@ impl<C: Cpu> Svm<C> {
         if !own_pat && block.save.g_pat != pat {
             block.save.g_pat = pat;
             stale |= Clean::NPT;
+        }
+        // No VMEXIT loads CR2 (APM vol. 2 §15.6): L1 finds L2's.
+        if block.save.cr2 != cr2 {
+            block.save.cr2 = cr2;
+            stale |= Clean::CR2;
         }
         let shared = vintr::NMI_MASK | if own_priority { 0 } else { vintr::TPR_MASK };
         // V_TPR without V_INTR_MASKING is L1's task priority, which L2 may have changed.

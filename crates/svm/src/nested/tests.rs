@@ -80,6 +80,25 @@ fn a_filter_that_is_set_while_l2_runs_is_in_force_for_it() {
     assert_eq!(svm.block.msr_map.intercepted(msr::STAR), Directions::empty());
 }
 
+/// What the CPU refuses though we did not is neither clean in its block nor in L1's copy: all of it is entered anew.
+#[test]
+fn what_the_cpu_has_refused_is_entered_as_a_whole() {
+    const CR2: u64 = 0x7777;
+    for (code, anew) in [(ExitCode::Invalid, true), (ExitCode::Cpuid, false)] {
+        let (mut svm, mut gprs, mut block) = in_l2();
+        let flags = svm.claims(&gprs, &block);
+        assert_eq!(flags, Ok(Claim::L0));
+        svm.vmcb_mut(Clean::empty()).control.exit_code = code.0;
+        assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+        // L1 calls all of it clean, and has changed some of it.
+        block.0.control.clean = Clean::ALL.bits();
+        block.0.save.cr2 = CR2;
+        svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+        assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
+        assert_eq!(svm.vmcb().save.cr2 == CR2, anew);
+    }
+}
+
 #[test]
 fn another_root_while_l1_runs_flushes_l2s_block() {
     let (mut svm, mut gprs, block) = in_l2();
