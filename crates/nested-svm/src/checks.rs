@@ -243,6 +243,7 @@ mod tests {
         pause_threshold: true,
         vgif: false,
         virtual_vmload: false,
+        wide_sysenter: false,
         lbr: false,
         vnmi: false,
         cr4: 0x7ff,

@@ -203,7 +203,7 @@ fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Ou
     place.put(SAVE_AT + offset_of!(Save, cr4), block)?;
     place.put(SAVE_AT + offset_of!(Save, rsp), [save.rsp])?;
     place.put(SAVE_AT + offset_of!(Save, rax), [save.rax])?;
-    // CR2 last: L2's, as the exit has found it. L1's own stays in block 01.
+    // CR2 last: L2's, as the exit has found it. It stays in the register, too.
     place.put(SAVE_AT + offset_of!(Save, cr2), [save.cr2])
 }
 
@@ -262,6 +262,7 @@ mod tests {
         pause_threshold: false,
         vgif: false,
         virtual_vmload: false,
+        wide_sysenter: false,
         lbr: false,
         vnmi: false,
         cr4: u64::MAX,

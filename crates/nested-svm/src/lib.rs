@@ -90,6 +90,8 @@ pub struct Offered {
     pub vgif: bool,
     /// Virtualised VMLOAD and VMSAVE (EDX\[15\]).
     pub virtual_vmload: bool,
+    /// SYSENTER_ESP and SYSENTER_EIP have 64 bits, of which the CPU moves 32.
+    pub wide_sysenter: bool,
     /// LBR virtualisation (EDX\[1\]).
     pub lbr: bool,
     /// Virtual NMIs (EDX\[25\]).

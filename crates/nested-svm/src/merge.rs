@@ -61,7 +61,7 @@ pub struct L0 {
 /// anything of L1: CR8 of L2 is a priority of its own, and whether L1 can take an interrupt depends on its IF at
 /// VMRUN alone. VMMCALL is L1's: without its intercept it is #UD, which the processor raises. VMLOAD and VMSAVE of
 /// L2 mean addresses of L1's, so L0 always hears of them, unless the CPU takes them through L1's tables for L2
-/// ([`has_virtual_vmload`]). With a GIF of L2's own its STGI and CLGI are nothing to L0.
+/// ([`moves_by_cpu`]). With a GIF of L2's own its STGI and CLGI are nothing to L0.
 pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     let [mut cr, dr, exceptions, mut third, mut fourth, fifth] = l0.intercepts;
     // Without V_INTR_MASKING L2's IF and CR8 are L1's machine's: L0 goes on hearing of both.
@@ -77,7 +77,7 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     let moves = Intercept4::VMLOAD | Intercept4::VMSAVE;
     // L2's VMRUN exits whatever L1 asks: `checks` has refused a block without, and this does not rely on it.
     fourth = fourth & !moves.bits() | Intercept4::VMRUN.bits();
-    if !has_virtual_vmload(control, offered) {
+    if !moves_by_cpu(control, offered) {
         fourth |= moves.bits();
     }
     if has_virtual_gif(control, offered) {
@@ -99,7 +99,14 @@ fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
     offered.vgif && control.int_ctl & vintr::GIF_ENABLE != 0
 }
 
-/// Whether the CPU carries out VMLOAD and VMSAVE of L2: their addresses go through tables of L1's then.
+/// Whether the CPU carries out VMLOAD and VMSAVE of L2.
+fn moves_by_cpu(control: &Control, offered: &Offered) -> bool {
+    // It would move half of SYSENTER's addresses. As outside of 64-bit mode L1 hears of them then, and not L0, which has no
+    // translation for them (APM vol. 2 §15.33.1).
+    has_virtual_vmload(control, offered) && !offered.wide_sysenter
+}
+
+/// Whether VMLOAD and VMSAVE of L2 name addresses that go through tables of L1's.
 pub fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
     offered.virtual_vmload
         // Without nested paging of L1's the addresses would go through no table that holds for L2.
@@ -196,7 +203,7 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     // The bit may be on in block 02 for L1's records, which L2 shares: that is left as it is.
     let branches =
         if has_branch_records(from, offered) { VIRTUAL_LBR } else { to.virt_ext & VIRTUAL_LBR };
-    let moves = if has_virtual_vmload(from, offered) { VIRTUAL_VMLOAD } else { 0 };
+    let moves = if moves_by_cpu(from, offered) { VIRTUAL_VMLOAD } else { 0 };
     stale.set(Clean::LBR, put(&mut to.virt_ext, branches | moves));
     stale
 }

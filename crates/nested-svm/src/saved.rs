@@ -268,6 +268,7 @@ mod tests {
         pause_threshold: false,
         vgif: false,
         virtual_vmload: false,
+        wide_sysenter: false,
         lbr: false,
         vnmi: false,
         cr4: 0xff,

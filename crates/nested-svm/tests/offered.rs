@@ -6,7 +6,7 @@ use gannet_nested_svm::{
     L1Memory, Offered, Outside,
     leave::{self, Left, Undelivered},
     merge,
-    reflect::Exit,
+    reflect::{self, Exit},
     saved,
     vmcb12::Vmcb12,
 };
@@ -24,6 +24,7 @@ const OFFERED: Offered = Offered {
     pause_threshold: true,
     vgif: true,
     virtual_vmload: true,
+    wide_sysenter: false,
     lbr: false,
     vnmi: false,
     cr4: u64::MAX,
@@ -103,6 +104,14 @@ fn vmload_of_l2_is_the_cpus_through_tables_of_l1s_alone() {
     v12.control.np_ctl = NP_ENABLE;
     assert_eq!(entered(&v12, &OFFERED), (0, FLAG, VIRTUAL_VMLOAD));
     assert_eq!(entered(&v12, &NOTHING), (0, FLAG | MOVES, 0));
+    // The CPU would move half of SYSENTER's addresses: L1, whose tables the addresses go through, hears of both.
+    let wide = Offered { wide_sysenter: true, ..OFFERED };
+    assert_eq!(entered(&v12, &wide), (0, FLAG | MOVES, 0));
+    for code in [ExitCode::Vmload, ExitCode::Vmsave] {
+        let exit = Exit::plain(code);
+        let memory = Block(RefCell::new(Vmcb::new_zeroed()));
+        assert_eq!(reflect::claims(&v12.control, &wide, &exit, &memory), reflect::Claim::L1);
+    }
     v12.control.intercepts[4] = Intercept4::VMSAVE.bits();
     assert_eq!(entered(&v12, &OFFERED).1, FLAG | Intercept4::VMSAVE.bits());
 }

@@ -103,6 +103,7 @@ const OFFERED: Offered = Offered {
     pause_threshold: true,
     vgif: false,
     virtual_vmload: false,
+    wide_sysenter: false,
     lbr: true,
     vnmi: false,
     cr4: u64::MAX,

@@ -183,6 +183,40 @@ fn vmload_of_l2_behind_such_a_fault_is_l1s_to_hear_of() {
     assert_eq!(machine.get(EXIT_CODE), ExitCode::Vmload.0);
 }
 
+/// L1 that intercepts #GP hears of the instruction all the same, as from a CPU that looks for the intercept first, and of any
+/// other #GP of L2's.
+#[test]
+fn an_instruction_of_l2_behind_such_a_fault_is_no_fault_for_l1() {
+    let gp = ExitCode::Excp0.0 + 13;
+    let cases = [
+        (0xd8_010f, BLOCK, ExitCode::Vmrun.0),
+        (0xda_010f, BLOCK, ExitCode::Vmload.0),
+        (0xdb_010f, BLOCK, ExitCode::Vmsave.0),
+        (0xdb_010f, BLOCK + 8, gp),
+        (0x300f, BLOCK, gp),
+    ];
+    for (code, rax, told) in cases {
+        let mut machine = hypervisor();
+        map(&machine);
+        machine.put(BLOCK + 0x08, CPUID << 32 | u64::from(GP));
+        machine.put(BLOCK + 0x10, 0xd);
+        machine.put(L2_RIP, code);
+        machine.vmrun();
+        fault(&mut machine, rax);
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, BEHIND);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(
+            (machine.get(EXIT_CODE), machine.get(BLOCK + 0x578)),
+            (told, L2_RIP),
+            "{code:x}"
+        );
+        assert_eq!((machine.get(BLOCK + 0x78), machine.get(BLOCK + 0x88)), (0, 0));
+    }
+}
+
 #[test]
 fn a_fault_in_the_delivery_of_a_fault_is_a_double_fault_that_l1_hears_of() {
     let mut machine = hypervisor();

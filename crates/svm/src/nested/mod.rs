@@ -170,6 +170,7 @@ impl<C: Cpu> Svm<C> {
             // Both: a VMM may show what this CPU has not, and then L2 would run without it.
             vgif: has(f::VGIF) && self.features.vgif,
             virtual_vmload: has(f::V_VMSAVE_VMLOAD) && self.features.v_vmload,
+            wide_sysenter: self.cold.limits.wide_sysenter,
             lbr: has(f::LBRV) && self.features.lbr,
             vnmi: has(f::VNMI) && self.features.vnmi,
             cr4: self.cold.limits.cr4_allowed.bits(),
@@ -257,6 +258,16 @@ impl<C: Cpu> Svm<C> {
         self.change_intercepts(|[_, _, word, ..]| {
             *word = *word & !bit | if on { bit } else { 0 };
         });
+    }
+
+    /// Whether L2's #GP may be that of [`follow_fault_intercept`](Self::follow_fault_intercept): one with error code 0, in no
+    /// delivery.
+    #[cold]
+    #[inline(never)]
+    fn may_be_for_address(&self, exit: &Exit) -> bool {
+        !self.features.svme_addr_check
+            && exit.info_1 as u32 == 0
+            && self.vmcb().control.exit_int_info & event::VALID == 0
     }
 
     /// Whether L2 runs, with virtual NMIs of its own.
@@ -393,6 +404,12 @@ impl<C: Cpu> Nested for Svm<C> {
             reflect::Claim::L0 => Claim::L0,
             // The step was ours.
             reflect::Claim::L1 if exit.code == ExitCode::ExcpDb && steps => Claim::L0,
+            // Perhaps of an instruction that exits: what it is not is raised again, and is L1's.
+            reflect::Claim::L1
+                if exit.code == ExitCode::ExcpGp && self.may_be_for_address(&exit) =>
+            {
+                Claim::L0
+            }
             reflect::Claim::L1 if exit.code.is_exception() => Claim::Exception,
             reflect::Claim::L1 => Claim::L1,
             reflect::Claim::ByValue => Claim::ByValue,
