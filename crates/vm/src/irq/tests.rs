@@ -665,6 +665,22 @@ fn eight_byte_values_are_compared_whole() {
     assert!(!b.irq.mmio_write(0xd000_0000, &0x0122_3344_5566_7788u64.to_le_bytes()));
 }
 
+/// A value is compared with all of what the VMM has given: one that is wider than the write meets none.
+#[test]
+fn a_value_wider_than_the_write_is_met_by_none() {
+    let b = bench(&[0]);
+    let at = |datamatch| IoEvent {
+        space: Space::Memory,
+        address: 0xd000_0000,
+        len: 1,
+        datamatch: Some(datamatch),
+    };
+    b.irq.ioeventfds().assign(at(0x107), eventfd()).unwrap();
+    assert!(!b.irq.mmio_write(0xd000_0000, &[7]));
+    b.irq.ioeventfds().assign(at(7), eventfd()).unwrap();
+    assert!(b.irq.mmio_write(0xd000_0000, &[7]));
+}
+
 #[test]
 fn ioeventfds_are_refused_as_kvm_refuses_them() {
     let b = bench(&[0]);
