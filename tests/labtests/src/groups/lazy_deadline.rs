@@ -1,6 +1,8 @@
 //! The lazy TSC deadline, and guests and VMMs that do not keep to it. Skipped where it is not
 //! offered. docs/adr/0020-lazy-tsc-deadline.md describes the interface.
 
+use std::time::Duration;
+
 use kvm_bindings::*;
 
 use crate::kvm::file::Commands;
@@ -9,6 +11,7 @@ use crate::machine::code::{guarded, guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::layout::*;
 use crate::machine::memory::Memory;
+use crate::machine::threads::{Target, within};
 use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Outcome, equal, fail, holds, one_of, skip};
 use crate::runner::tests;
@@ -36,6 +39,7 @@ tests!("lazy_deadline":
     a_restored_vcpu_keeps_its_deadline_whatever_memory_comes_when,
     init_withdraws_the_promise_and_forgets_the_page,
     enabling_again_elsewhere_moves_the_promise,
+    a_halt_for_a_deadline_whose_mode_cpuid_takes_hears_signals,
 );
 
 pub(super) const LAZY: u32 = 0x4b56_4d09;
@@ -717,4 +721,44 @@ fn enabling_again_elsewhere_moves_the_promise() -> Outcome {
     equal("by WRMSR, armed", (exit, script.armed()), (true, deadline))?;
     script.order(LOAD, PAGE, 0)?;
     equal("the old page", script.guest.result(0), 0)
+}
+
+/// A thread that no signal ends is one that nobody can kill.
+fn a_halt_for_a_deadline_whose_mode_cpuid_takes_hears_signals() -> Outcome {
+    let guest = Guest::new(Chip::Kernel, scripted())?;
+    is_offered(&guest)?;
+    let vcpu = guest.vcpu();
+    // All by the VMM: the guest has not run yet, so that its CPUID may change.
+    let mut sregs = vcpu.sregs()?;
+    sregs.apic_base |= 0xc00;
+    vcpu.set_sregs(&sregs)?;
+    for (msr, value) in [
+        (0x80f, 0x1ff),
+        (LVT_TIMER, DEADLINE_MODE | VECTOR),
+        (LAZY, PAGE | 1),
+        (DEADLINE, vcpu.msr(0x10)?.unwrap_or(0) + 1000),
+    ] {
+        equal("KVM_SET_MSRS", vcpu.set_msr(msr, value)?, true)?;
+    }
+    let mut table = guest.system.supported_cpuid()?;
+    if let Some(leaf) = table.find(1, 0) {
+        leaf.ecx &= !(1 << 24);
+    }
+    vcpu.set_cpuid(&table)?;
+    let halted = kvm_mp_state { mp_state: KVM_MP_STATE_HALTED };
+    vcpu.send(ioctl::SET_MP_STATE, &halted).granted("KVM_SET_MP_STATE")?;
+    let target = Target::new();
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| {
+            target.is_me();
+            vcpu.run().map(drop)
+        });
+        // Behind the deadline.
+        std::thread::sleep(Duration::from_millis(20));
+        let heard = within(Duration::from_secs(5), || {
+            target.kick();
+            running.is_finished()
+        });
+        holds("KVM_RUN returns at a signal", heard, ())
+    })
 }
