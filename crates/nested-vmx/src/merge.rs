@@ -137,6 +137,25 @@ pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
 const SELDOM: Groups =
     Groups::of(Group::Time).union(Groups::of(Group::Apic)).union(Groups::of(Group::MsrLists));
 
+/// What of other groups is composed anew when a field changes: it is looked at there.
+///
+/// Without this an entry would go by the new word and have what was composed by the old one: an L2 whose EFER is L1's by
+/// the controls, and its own in the hardware.
+pub(crate) const fn follows(encoding: u32) -> Groups {
+    const ENTRY: u32 = field::ENTRY_CONTROLS.encoding();
+    const PRIMARY: u32 = field::PROC_CONTROLS.encoding();
+    const SECONDARY: u32 = field::PROC_CONTROLS2.encoding();
+    const EFER: u32 = field::GUEST_EFER.encoding();
+    match encoding {
+        // EFER, PAT, DR7 and DEBUGCTL are L2's or L1's by these; PDPTEs are copied by the mode.
+        ENTRY => Groups::of(Group::Msrs).union(Groups::of(Group::ControlRegisters)),
+        // Whether the TSC has an offset, and whether it is scaled.
+        PRIMARY | SECONDARY => Groups::of(Group::Time),
+        EFER => Groups::of(Group::ControlRegisters),
+        _ => Groups::NONE,
+    }
+}
+
 /// Composes the groups.
 pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     // First, and at each entry: an event is injected once, so that no group tells whether there is one.

@@ -5,11 +5,12 @@ mod rig;
 use backend::{RAX, RCX};
 use cpu::{Counts, Op};
 use gannet_vcpu::{By, UserExit};
+use irqchip::lapic::{BaseRules, base};
 use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
-use x86::msr;
 use x86::vmcs::{ExitReason, ProcControls2, event, field};
+use x86::{Vector, msr};
 use zerocopy::FromBytes;
 
 const MONITOR_TRAP: u32 = 1 << 27;
@@ -378,4 +379,46 @@ fn an_exit_whose_list_cannot_be_done_shuts_the_vcpu_down() {
         machine.then(exit(ExitReason::Cpuid));
         assert_eq!(machine.run(), UserExit::Shutdown);
     }
+}
+
+/// L1 was offered an interrupt that it could not take, and enters an L2 that could: the interrupt is L1's, and ends the run.
+#[test]
+fn an_interrupt_that_l1_was_offered_is_not_injected_into_l2() {
+    const IF: u64 = 1 << 9;
+    let mut v = vmcs12();
+    v.set(field::GUEST_RFLAGS, 2 | IF);
+    v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1);
+    let mut machine = Hypervisor::on(features(), &v);
+    let shared = machine.vcpu.shared().clone();
+    let rules = BaseRules { maxphyaddr: 48, x2apic: true, host: true };
+    shared.lapic.set_base(shared.lapic.base() | base::EXTD, rules).unwrap();
+    assert!(shared.lapic.write_x2(0x80f, 0x1ff).is_ok());
+    // All that an entry looks at is in the VM's tables, so that it happens inside the loop.
+    for page in [0x1000, 0x2000, 0x7000] {
+        machine.then(move |vmcs, gprs| {
+            exit(ExitReason::EptViolation)(vmcs, gprs);
+            // A write.
+            vmcs.set(field::EXIT_QUALIFICATION, 2);
+            vmcs.set(field::GUEST_PHYSICAL_ADDRESS, page);
+        });
+    }
+    machine.then(move |vmcs, gprs| {
+        vmcs.set(field::GUEST_RFLAGS, 2);
+        let _ = shared.lapic.accept_fixed(Vector(0x40), irqchip::Trigger::Edge);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_ne!(vmcs.get(field::PROC_CONTROLS) & (1 << 2), 0, "L1 is offered it");
+        exit(ExitReason::Vmlaunch)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0, "L1's, in L2");
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
 }

@@ -6,7 +6,7 @@ use x86::vmcs::{Group, InstructionError, Shadow, field};
 
 use super::enlightened::owes;
 use super::{Cpu, L1, Level, Machine, Place, Then};
-use crate::{Fail, Vmcs12};
+use crate::{Fail, Vmcs12, merge};
 
 impl Machine {
     pub(super) fn vmread(
@@ -90,6 +90,7 @@ impl Machine {
                 // The same value again leaves everything composed and checked as it is: hypervisors write fields whole.
                 if self.vmcs12.write(encoding, named, value) {
                     self.change(named.place.group);
+                    self.dirty = self.dirty.union(merge::follows(encoding as u32));
                     // A field that the hardware serves is given to it before L1 runs again.
                     self.mirror.due |= named.place.shadow != Shadow::No;
                 }
@@ -103,7 +104,7 @@ impl Machine {
         }
     }
 
-    /// L1 has changed a field of a group.
+    /// L1 has changed a field of a group. What else [`merge::follows`] from the field is the caller's to add.
     pub(super) fn change(&mut self, group: Group) {
         self.dirty.add(group);
         self.unchecked.add(group);

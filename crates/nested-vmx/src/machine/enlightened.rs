@@ -16,6 +16,7 @@ use zerocopy::IntoBytes;
 use super::{Cpu, EntryBy, L1, Level, Machine, Place, Then};
 use crate::checks::Limits;
 use crate::memory::is_page;
+use crate::merge::follows;
 use crate::{Fail, GuestMemory, Outside};
 
 /// Where the VP assist page has what concerns nesting, and how much of it is read.
@@ -341,6 +342,7 @@ impl Machine {
                 // As VMWRITE would: what is the same leaves the group composed and checked.
                 if self.vmcs12.take_served(&line.field, value) {
                     self.change(line.field.place.group);
+                    self.dirty = self.dirty.union(follows(line.field.encoding.into()));
                 }
             }
         }

@@ -8,6 +8,7 @@ use x86::vmcs::place::{SERVED, SHADOWED, Served, WRITTEN};
 use x86::vmcs::{PinControls, ProcControls, ProcControls2, event, field};
 
 use super::Machine;
+use crate::merge::follows;
 
 /// What is known of the shadow VMCS. A bit stands for a line of [`SHADOWED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,6 +188,8 @@ impl Machine {
         }
         // Compared before anything is called: most lines are what they were.
         if self.vmcs12.served(served) != value {
+            // A constant: most lines have nothing that follows.
+            self.dirty = self.dirty.union(const { follows(line(AT).encoding as u32) });
             self.change_line(AT, value);
         }
     }
@@ -234,6 +237,7 @@ impl Machine {
             *held = value;
             if self.vmcs12.take_served(served, value) {
                 self.dirty.add(served.place.group);
+                self.dirty = self.dirty.union(follows(served.encoding.into()));
                 self.unchecked.add(served.place.group);
             }
         }

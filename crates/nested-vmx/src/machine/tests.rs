@@ -340,6 +340,56 @@ fn an_entry_with_ept_takes_the_pdptes_of_the_vmcs() {
     assert_eq!(guest.machine.needs(&Instruction::Vmresume), Groups::NONE);
 }
 
+/// A field that is composed by a word has to be composed anew when the word alone changes: L2 would run with its EFER, its
+/// TSC or its PDPTEs of before, the hardware with another EFER than the one that L0 goes by.
+#[test]
+fn what_is_composed_by_a_word_follows_when_the_word_alone_changes() {
+    let mut guest = Guest::with_vmcs();
+    // As stock KVM: everything is loaded and saved, so that an exit leaves the MSRs clean.
+    guest.write(0x4012, 0x93ff | 1 << 14).unwrap();
+    guest.write(0x400c, 0x23_6fff).unwrap();
+    let primary = guest.read(0x4002);
+    let Ok(Then::Register(_, primary)) = primary else { panic!("{primary:?}") };
+    guest.write(0x4002, primary | 1 << 3).unwrap();
+    guest.write(0x2010, 0x5555).unwrap();
+    let mut hardware = Vmcs02::new();
+    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
+    let l0 = merge::L0 { efer: KNOWN.efer ^ 1, dr7: 0x401, pat: 0x77, ..l0() };
+    for (field, value) in [
+        // Without EFER, PAT and debug controls; without the offset.
+        (0x4012, 0x13fb),
+        (0x4002, primary),
+        (0x4002, primary | 1 << 3),
+        (0x4012, 0x93ff | 1 << 14),
+    ] {
+        let needs = Groups::ALL;
+        guest.machine.fetch(&hardware, &KNOWN, needs);
+        guest.write(field, value).unwrap();
+        let Ok(Then::Enter(entry)) = guest.run(Instruction::Vmresume) else { panic!("{field:#x}") };
+        let Entered::L2(dirty) = guest.machine.finish_entry(&LIMITS, &guest.memory) else {
+            panic!("{field:#x} failed")
+        };
+        merge::compose(&l0, guest.machine.vmcs12(), dirty, &mut hardware);
+        let mut whole = Vmcs02::new();
+        merge::compose(&l0, guest.machine.vmcs12(), Groups::ALL, &mut whole);
+        for name in [field::GUEST_EFER, field::GUEST_PAT, field::GUEST_DEBUGCTL, field::TSC_OFFSET]
+        {
+            assert_eq!(
+                hardware.has(name),
+                whole.has(name),
+                "{:#x} behind {field:#x}",
+                name.encoding()
+            );
+        }
+        assert_eq!(hardware.has(field::GUEST_DR7), whole.has(field::GUEST_DR7));
+        guest.machine.entered(entry);
+        hardware.put(field::EXIT_REASON, 10);
+        hardware.put(field::INSTRUCTION_LENGTH, 2);
+        let report = Report::of(&hardware);
+        guest.machine.leave(&hardware, &report, &KNOWN, &guest.memory);
+    }
+}
+
 #[test]
 fn what_l2_has_left_in_the_hardware_is_fetched_when_it_is_asked_for() {
     let mut guest = Guest::with_vmcs();

@@ -114,6 +114,8 @@ impl<B: Backend> Vcpu<B> {
             // L2 has to be entered first: an entry and the event that it injects are one step.
             Ended::AfterEntry => {
                 self.inject_own();
+                // What L1 was offered is L1's: the entry would inject it into L2.
+                self.b.offer_interrupt(None);
                 // The kick ends L2's run at its first instruction.
                 self.pending.raise();
                 if kernel.are_allowed() {

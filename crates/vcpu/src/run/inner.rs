@@ -134,13 +134,19 @@ impl<B: Backend> Vcpu<B> {
         // mode.
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
-        if (self.pending.is_raised()
+        if self.pending.is_raised()
             || self.shared.lapic.maybe_pending()
-            || self.vm.irq().extint_pending())
-            && !self.inject_pending(s, KernelCalls::Allowed)
+            || self.vm.irq().extint_pending()
         {
-            irq::enable(self.shared.leave_mode(entered));
-            return None;
+            if !self.inject_pending(s, KernelCalls::Allowed) {
+                irq::enable(self.shared.leave_mode(entered));
+                return None;
+            }
+            // An end of interrupt that the PIC makes by itself may have kicked this very vCPU, which no IPI tells, and
+            // which would mute the kicks of others: the run ends at its first instruction, and all is looked at.
+            if self.shared.is_kicked() {
+                host::smp::kick(entered.cpu());
+            }
         }
         // Behind the injection: the flag is offered for the vector that goes in now.
         self.offer_pv_eoi(s, self.pending.after_exit.offered());
