@@ -100,7 +100,7 @@ fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
 }
 
 /// Whether the CPU carries out VMLOAD and VMSAVE of L2.
-fn moves_by_cpu(control: &Control, offered: &Offered) -> bool {
+pub fn moves_by_cpu(control: &Control, offered: &Offered) -> bool {
     // It would move half of SYSENTER's addresses. As outside of 64-bit mode L1 hears of them then, and not L0, which has no
     // translation for them (APM vol. 2 §15.33.1).
     has_virtual_vmload(control, offered) && !offered.wide_sysenter

@@ -149,8 +149,10 @@ pub(crate) const fn follows(encoding: u32) -> Groups {
     match encoding {
         // EFER, PAT, DR7 and DEBUGCTL are L2's or L1's by these; PDPTEs are copied by the mode.
         ENTRY => Groups::of(Group::Msrs).union(Groups::of(Group::ControlRegisters)),
-        // Whether the TSC has an offset, and whether it is scaled.
-        PRIMARY | SECONDARY => Groups::of(Group::Time),
+        // Whether the TSC has an offset.
+        PRIMARY => Groups::of(Group::Time),
+        // Whether it is scaled; and whose PDPTEs are L2's: with EPT those of the fields, else those that its CR3 names.
+        SECONDARY => Groups::of(Group::Time).union(Groups::of(Group::ControlRegisters)),
         EFER => Groups::of(Group::ControlRegisters),
         _ => Groups::NONE,
     }

@@ -60,7 +60,7 @@ impl Word for AtomicU32 {
 
 const OUTSIDE: u32 = 0;
 const IN_GUEST: u32 = 1;
-/// Somebody has kicked since the mode was last set; what follows needs no further IPI.
+/// Somebody has kicked since the mode was last set: an IPI is on its way, or the owner itself was it and leaves.
 const KICKED: u32 = 2;
 
 /// A vCPU's mode, where it runs, and its requests.
@@ -119,7 +119,7 @@ impl<W: Word> KickState<W> {
     /// After an event was made visible: the CPU that has to be interrupted, if any.
     #[inline]
     pub fn kick(&self) -> Option<u32> {
-        // Only the first kicker sends the IPI: later ones know that one is on its way.
+        // Only the first kicker sends the IPI: later ones know that one is on its way, or that the owner leaves.
         // Relaxed: the exchange that set IN_GUEST was read from, and the number was stored before
         // it.
         (self.mode.fetch_or(KICKED, AcqRel) == IN_GUEST).then(|| self.cpu.load(Relaxed))

@@ -458,8 +458,8 @@ impl Lapic {
         }
     }
 
-    /// Delivers what has expired by `now_ns`, but for a guarded deadline, of which the owner alone knows whether it
-    /// is the newest.
+    /// Delivers what has expired by `now_ns`. The host timer's handler leaves a guarded deadline to the owner, who alone
+    /// knows whether it is the newest.
     fn expire(&self, now_ns: u64, by: ByWhom) -> Expired {
         let timer = &self.timer;
         let mut accepted = Accepted::Ignored;

@@ -343,6 +343,14 @@ mod tests {
         hardware.0.insert(field::GUEST_RIP.encoding(), 0x9999);
         hardware.take(&mut machine);
         assert!(machine.dirty.has(Group::Flow) && machine.unchecked.has(Group::Flow));
+        assert!(!machine.dirty.has(Group::Time));
+        // Bit 3, offsetting: what the offset is for goes with it.
+        hardware.give(&mut machine);
+        let word = field::PROC_CONTROLS.encoding();
+        let before = u64::from(machine.vmcs12().get(field::PROC_CONTROLS));
+        hardware.0.insert(word, before ^ 1 << 3);
+        hardware.take(&mut machine);
+        assert!(machine.dirty.has(Group::Time));
         assert_eq!(machine.vmcs12.get(field::GUEST_RIP), 0x9999);
     }
 

@@ -391,6 +391,19 @@ fn what_is_composed_by_a_word_follows_when_the_word_alone_changes() {
 }
 
 #[test]
+fn a_mode_that_changes_alone_has_control_registers_composed_anew() {
+    for (field, bit) in [(0x4012, 1 << 9), (0x401e, 1 << 1), (0x2806, 1 << 8)] {
+        let mut guest = Guest::with_vmcs();
+        guest.machine.dirty = Groups::NONE;
+        let Ok(Then::Register(_, value)) = guest.read(field) else { panic!("{field:#x}") };
+        guest.write(field, value).unwrap();
+        assert!(guest.machine.dirty().is_empty(), "{field:#x}");
+        guest.write(field, value ^ bit).unwrap();
+        assert!(guest.machine.dirty().has(Group::ControlRegisters), "{field:#x}");
+    }
+}
+
+#[test]
 fn what_l2_has_left_in_the_hardware_is_fetched_when_it_is_asked_for() {
     let mut guest = Guest::with_vmcs();
     let mut hardware = Vmcs02::new();

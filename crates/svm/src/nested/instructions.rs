@@ -91,11 +91,11 @@ impl<C: Cpu> Svm<C> {
         let is_plain = ExitCode(control.exit_code) == ExitCode::ExcpGp
             && control.exit_info_1 as u32 == 0
             && control.exit_int_info & event::VALID == 0;
-        // With addresses that go through L1's tables the fault is one of these, or none of the address. VMRUN's does not.
+        // Where the CPU moves for L2, by L1's tables, the fault is one of these, or none of the address. VMRUN's does not.
         let is_virtual = instruction != Instruction::Vmrun
             && self.level == Level::L2
             && self.nested.as_ref().is_some_and(|state| {
-                nested_svm::merge::has_virtual_vmload(state.v12.control(), &self.cold.offered)
+                nested_svm::merge::moves_by_cpu(state.v12.control(), &self.cold.offered)
             });
         // What is a fault in any case stays one.
         if !is_plain

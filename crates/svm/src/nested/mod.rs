@@ -232,7 +232,7 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// While L1 has SVM on, the CPU carries out its VMLOAD and VMSAVE through the TDP tables, if it can; outside of
-    /// 64-bit mode they exit all the same (APM vol. 2 §15.33.1). Those of L2 mean addresses of L1's, and always exit.
+    /// 64-bit mode they exit all the same (APM vol. 2 §15.33.1). Those of L2 mean addresses of L1's, and exit unless the CPU takes them through L1's tables.
     pub(crate) fn follow_virtual_vmload(&mut self) {
         if !self.features.v_vmload {
             return;

@@ -13,7 +13,7 @@
 //! does that at the boundary of an instruction; turns that may not reach one are bounded
 //! ([`Stalls`](crate::run::events::Stalls)). Two things are pending without an interrupt: what the answer
 //! itself made so, which it says by [`Pending::raise`](crate::run::pending::Pending::raise), and what
-//! a call into the kernel left, for which [`Vcpu::with_kernel`] looks.
+//! a call into the kernel left, a kick of the vCPU by itself among it, for which [`Vcpu::with_kernel`] looks.
 //!
 //! What may not be done here, for that reason: allocate, sleep, fault, execute CPUID, write an MSR with
 //! the value that it has, call through a pointer. Each has its budget in `tests/budget.rs`. Guest memory
@@ -143,8 +143,9 @@ impl<B: Backend> Vcpu<B> {
                 return None;
             }
             // An end of interrupt that the PIC makes by itself may have kicked this very vCPU, which no IPI tells, and
-            // which would mute the kicks of others: the run ends at its first instruction, and all is looked at.
-            if self.shared.is_kicked() {
+            // which would mute the kicks of others; or woken a thread for this CPU. The run ends at its first
+            // instruction, and all is looked at.
+            if self.shared.is_kicked() || task::work_pending() {
                 host::smp::kick(entered.cpu());
             }
         }
