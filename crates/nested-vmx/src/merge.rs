@@ -71,8 +71,6 @@ pub struct L0 {
     pub vpid: u16,
     /// Pages that vmcs02 points at.
     pub pages: Pages,
-    /// L2 goes on after a restore or RSM, without an entry: the four registers below are L2's already.
-    pub resumes: bool,
     /// L1's EFER.
     pub efer: u64,
     /// L1's DR7.
@@ -107,7 +105,6 @@ impl L0 {
             msr_bitmap: None,
             exit_tsc: None,
         },
-        resumes: false,
         efer: 0,
         dr7: 0,
         debugctl: 0,
@@ -118,9 +115,8 @@ impl L0 {
 /// EFER that L2 starts with (SDM vol. 3C §27.3.2.1).
 pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
     let both = (Efer::LMA | Efer::LME).bits();
-    // L1's EFER of before, or L2's own where it goes on without an entry: the field is of the entry alone.
     let l1 = l0.efer;
-    if v.entry().contains(EntryControls::LOAD_EFER) && !l0.resumes {
+    if v.entry().contains(EntryControls::LOAD_EFER) {
         // Checked: LMA is what the control says.
         v.get(field::GUEST_EFER)
     } else if v.entry().contains(EntryControls::IA32E_GUEST) {
@@ -323,8 +319,7 @@ fn msrs(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
     // EFER is always loaded by vmcs02: L0 has composed it, whatever L1's control says.
     to.set(field::GUEST_EFER, efer(l0, v));
     to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
-    // An L2 that goes on has loaded its MSRs at its entry, once.
-    let entry = if l0.resumes { EntryControls::empty() } else { v.entry() };
+    let entry = v.entry();
     let debug = entry.contains(EntryControls::LOAD_DEBUG);
     // What an entry does not load stays: L2 begins with L1's.
     to.set(field::GUEST_DR7, if debug { v.get(field::GUEST_DR7) } else { l0.dr7 });

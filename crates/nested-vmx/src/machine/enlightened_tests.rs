@@ -186,6 +186,19 @@ fn an_exit_writes_what_l2_left_and_nothing_of_l1s() {
 }
 
 #[test]
+fn what_follows_from_a_word_of_the_page_is_composed_with_it() {
+    let mut guest = Guest::new();
+    guest.run(EntryBy::Vmlaunch);
+    guest.leave(&left());
+    let all = clean(&guest.memory, PAGE);
+    guest.memory.put(PAGE + at::CLEAN as u64, &(all & !Clean::Proc.bit()).to_le_bytes());
+    // Offsetting: what the TSC is for.
+    let word = u64::from(guest.machine.vmcs12.get(field::PROC_CONTROLS)) ^ 1 << 3;
+    put(&guest.memory, PAGE, field::PROC_CONTROLS.encoding() as u16, word);
+    assert!(guest.run(EntryBy::Vmresume).has(x86::vmcs::Group::Time));
+}
+
+#[test]
 fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
     let mut guest = Guest::new();
     guest.run(EntryBy::Vmlaunch);

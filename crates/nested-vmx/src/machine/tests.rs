@@ -258,7 +258,6 @@ fn l0() -> merge::L0 {
         preemption_timer: None,
         vpid: 9,
         pages: merge::Pages::default(),
-        resumes: false,
         efer: 0xd01,
         dr7: 0x400,
         debugctl: 0,
@@ -553,17 +552,6 @@ fn flags_follow_the_result() {
     let invalid = Machine::rflags(&Err(Fail::Invalid), before);
     assert_eq!(invalid, Some(Rflags::FIXED | Rflags::CF));
     assert_eq!(Machine::rflags(&fault(Exception::ud()), before), None);
-}
-
-#[test]
-fn a_late_failure_of_the_hardware_is_the_instructions() {
-    let mut guest = Guest::with_vmcs();
-    let Ok(Then::Enter(_)) = guest.run(Instruction::Vmlaunch) else { panic!() };
-    assert!(matches!(guest.machine.finish_entry(&LIMITS, &guest.memory), Entered::L2(_)));
-    let fail = guest.machine.fail_late(InstructionError::InvalidControls, &guest.memory);
-    assert_eq!(fail, Fail::Valid(InstructionError::InvalidControls));
-    assert_eq!(guest.machine.level(), Level::L1);
-    assert_eq!(guest.read(0x4400), Ok(Then::Register(0, 7)));
 }
 
 #[test]

@@ -106,20 +106,6 @@ impl Machine {
         self.touch_all();
     }
 
-    /// The hardware refuses to enter L2 with controls or a host state that were found good here, or L0 finds
-    /// it has no page to do it with: the instruction fails although L2's state was taken already.
-    pub fn fail_late(
-        &mut self,
-        error: x86::vmcs::InstructionError,
-        memory: &impl GuestMemory,
-    ) -> crate::Fail {
-        self.level = Level::L1;
-        self.run_pending = false;
-        self.forget_pending();
-        self.touch_all();
-        self.fail(error, memory)
-    }
-
     /// Groups that the VMCS12 does not have yet since an exit. All of them are fetched before the state is
     /// saved or the hardware's VMCS is given up.
     #[inline]

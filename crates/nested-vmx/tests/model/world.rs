@@ -142,7 +142,6 @@ pub const L0: merge::L0 = merge::L0 {
         msr_bitmap: Some(Hpa(0x1000)),
         exit_tsc: None,
     },
-    resumes: false,
     efer: 0xd01,
     dr7: 0x401,
     debugctl: 0,

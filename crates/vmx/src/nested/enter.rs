@@ -105,7 +105,6 @@ impl<C: Cpu> Vmx<C> {
                 ..Pages::default()
             },
             // No registers yet: those below are L1's of the moment of the entry.
-            resumes: false,
             efer: 0,
             dr7: 0,
             debugctl: 0,
