@@ -187,6 +187,29 @@ static u64 l1tf_choice(void)
 	}
 }
 
+/*
+ * Whether the kernel wants buffers cleared before guests that reach a device's memory. Its word for that
+ * has changed twice.
+ */
+static bool clears_for_devices(void)
+{
+#ifdef X86_FEATURE_CLEAR_CPU_BUF_VM_MMIO
+	return boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF_VM_MMIO);
+#elif LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+	return static_branch_unlikely(&cpu_buf_vm_clear);
+#else
+	return static_branch_unlikely(&mmio_stale_data_clear);
+#endif
+}
+
+/* The same instruction that the world switch has as an alternative. */
+noinstr void gnt_clear_buffers(void)
+{
+	static const u16 selector = __KERNEL_DS;
+
+	asm volatile("verw %[selector]" : : [selector] "m" (selector) : "cc");
+}
+
 #define FACT(bit, condition)	((condition) ? 1ull << (bit) : 0)
 
 /* Mirrors host::mitigation::Facts. */
@@ -248,5 +271,6 @@ u64 gnt_mitigation_facts(void)
 	facts |= FACT(34, boot_cpu_has(X86_FEATURE_MWAIT) && !boot_cpu_has_bug(X86_BUG_MONITOR) &&
 			  boot_cpu_has(X86_FEATURE_ARAT));
 	facts |= FACT(35, cpu_smt_possible());
+	facts |= FACT(36, clears_for_devices());
 	return facts;
 }

@@ -38,6 +38,8 @@ pub trait Translation {
     /// It reaches this CPU alone. A vCPU that goes to another CPU than it ran on last finds there
     /// what it left behind, from before any flush since: the backend forgets that by itself.
     fn flush_tdp(&mut self);
+    /// The guest reaches memory of a device of the host's from now on: entries clear what such memory leaks on CPUs where it does.
+    fn reaches_device(&mut self) {}
     /// The CPU's log of written pages, where this CPU has one.
     fn page_log(&mut self) -> Option<&mut Self::PageLog>;
 }

@@ -7,7 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use host::page::Pages;
+use host::{
+    mitigation::{Facts, port::CLEARINGS},
+    page::Pages,
+};
 use mmu::{EptSupport, FlushRemote, Format, Region};
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
 use vm::VmRef;
@@ -143,4 +146,34 @@ fn a_cpu_without_a_log_is_never_told_to_keep_one() {
         shutdown(vmcs, gprs);
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+/// One test, for what is chosen is the machine's; guests of the others reach no device.
+#[test]
+fn buffers_are_cleared_at_each_entry_from_the_first_page_of_a_device_on() {
+    vmx::mitigations::set_up(Facts(Facts::VERW_DEVICES), 0).unwrap();
+    let (mut v, vm) = vcpu_of(features(), Format::npt(4, 0));
+    let user = Pages::zeroed(1).unwrap();
+    let region = Region { slot: 3, flags: 0, gpa: 0x10_0000, size: 2 << 12, hva: user.hpa().0 };
+    vm.memory().set_region(&region, &**vm).unwrap();
+    host::std_port::test::make_device(x86::Hva(user.hpa().0 + 4096));
+    let mut cleared = |exits: &[Option<u64>]| {
+        for reached in exits.iter().copied() {
+            v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+                let Some(gpa) = reached else { return exit(ExitReason::Cpuid)(vmcs, gprs) };
+                exit(ExitReason::EptViolation)(vmcs, gprs);
+                vmcs.set(field::EXIT_QUALIFICATION, 2);
+                vmcs.set(field::GUEST_PHYSICAL_ADDRESS, gpa);
+            });
+        }
+        let before = CLEARINGS.get();
+        run(&mut v);
+        CLEARINGS.get() - before
+    };
+    assert_eq!(cleared(&[Some(0x10_0008), None]), 0, "memory is no device");
+    // The fault's own entry finds no translation yet.
+    assert_eq!(cleared(&[None, Some(0x10_1008), None]), 2);
+    // In this run and all that follow, within the loop too.
+    assert_eq!(cleared(&[None, None]), 3);
+    vm.memory().set_region(&Region { size: 0, ..region }, &**vm).unwrap();
 }

@@ -13,6 +13,7 @@ mod atomic {
 }
 
 pub mod debug;
+pub mod device_reach;
 pub mod irq;
 pub mod kick;
 pub mod memory;

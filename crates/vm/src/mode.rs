@@ -179,6 +179,12 @@ unsafe impl FlushRemote for Vm {
         }
     }
 
+    fn note_device(&self) {
+        self.device_reach.note(|| {
+            self.vcpus().request_all_and_wait(Request::Device);
+        });
+    }
+
     fn gather_log(&self) {
         // A CPU's log is handed over at each exit, so that leaving once is all that is wanted.
         self.vcpus().leave_guest();
@@ -201,6 +207,10 @@ unsafe impl<W: Fn(), R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, 
         // table.
         (self.withdraw)();
         self.flush.flush_remote();
+    }
+
+    fn note_device(&self) {
+        self.flush.note_device();
     }
 }
 
@@ -225,6 +235,19 @@ pub(crate) mod tests {
     impl Flushes {
         pub(crate) fn take(&self) -> u64 {
             self.0.swap(0, Ordering::Relaxed)
+        }
+    }
+
+    /// Does something when it hears of a device's memory.
+    pub(crate) struct Told<F>(pub(crate) F);
+
+    // SAFETY: as `Flushes`.
+    #[allow(unsafe_code)]
+    unsafe impl<F: Fn()> FlushRemote for Told<F> {
+        fn flush_remote(&self) {}
+
+        fn note_device(&self) {
+            (self.0)();
         }
     }
 }

@@ -51,6 +51,8 @@ pub enum Request {
     PageLog = 1 << 7,
     /// Routes whose ends the VMM's I/O APIC waits for changed, or what the local APIC takes of them.
     Routes = 1 << 8,
+    /// The guest reaches memory of a device of the host's.
+    Device = 1 << 9,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -135,7 +137,8 @@ impl VcpuShared {
                 Request::Clock as u32
                     | Request::MsrFilter as u32
                     | Request::PageLog as u32
-                    | Request::Routes as u32,
+                    | Request::Routes as u32
+                    | Request::Device as u32,
             ),
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),

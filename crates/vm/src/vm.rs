@@ -21,6 +21,7 @@ use x86::Hva;
 
 use crate::{
     debug::DebugDirs,
+    device_reach::DeviceReach,
     irq::VmIrq,
     memory::VmMemory,
     msr_filter::MsrFilter,
@@ -80,6 +81,8 @@ pub struct Vm {
     pub settings: Settings,
     /// How guest addresses are translated.
     pub paging: Paging,
+    /// Whether the guest reaches memory of a device of the host's ([`Request::Device`] tells of it).
+    pub device_reach: DeviceReach,
     /// Memories with a slot for which vCPUs log the pages they write.
     page_log_users: AtomicU32,
     msr_filter: Mutex<Option<Arc<MsrFilter>>>,
@@ -109,6 +112,7 @@ impl Vm {
             making: Mutex::new(()),
             settings,
             paging: limits.paging,
+            device_reach: DeviceReach::default(),
             page_log_users: AtomicU32::new(0),
             msr_filter: Mutex::new(None),
             dead: AtomicBool::new(false),

@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Answer, Exit, Exits, Gprs, Injection, Onward, RSP, Registers, Turn, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
-use host::hostcpu;
+use host::{hostcpu, mitigation};
 use x86::{
     Cr4, Rflags, msr,
     segment::attr,
@@ -381,6 +381,9 @@ impl<C: Cpu> Vmx<C> {
         // The last of all: what is loaded after it can leak.
         if self.attention & attention::FLUSH_L1D != 0 && mitigations::flush_before_entry() {
             self.attention &= !attention::FLUSH_L1D;
+        }
+        if self.attention & attention::CLEAR != 0 {
+            mitigation::clear_buffers();
         }
         true
     }

@@ -12,7 +12,7 @@
 //! runs.
 
 use core::fmt;
-use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
 use host::NoMemory;
 use host::mitigation::{self, Facts, L1dFlush, L1tf, NxHugePages};
@@ -23,6 +23,9 @@ const SKIP_L1D_FLUSH: u64 = arch_capabilities::SKIP_L1DFL_VMENTRY;
 
 /// The mode in use, as an [`L1dFlush`]. It may be changed while guests run.
 static MODE: AtomicU8 = AtomicU8::new(L1dFlush::NotRequired as u8);
+
+/// Whether entries of guests that reach a device's memory clear the CPU's buffers.
+static CLEARS: AtomicBool = AtomicBool::new(false);
 
 /// Chooses the mode for a CPU with these `facts` and ARCH_CAPABILITIES (0 where it has none).
 pub fn choose(facts: Facts, arch_capabilities: u64, asked: L1dFlush) -> L1dFlush {
@@ -50,6 +53,7 @@ pub fn set_up(facts: Facts, arch_capabilities: u64) -> Result<(), NoMemory> {
     }
     // Behind the preparation: an entry that sees the mode may flush.
     MODE.store(mode as u8, Relaxed);
+    CLEARS.store(clears(facts), Relaxed);
     // Told on for /sys/devices/system/cpu/vulnerabilities.
     mode.announce();
     Ok(())
@@ -73,6 +77,16 @@ pub fn splits_at_fetch(facts: Facts, asked: NxHugePages) -> bool {
         NxHugePages::Off => false,
         NxHugePages::Force => true,
     }
+}
+
+/// Whether buffers are to be cleared before guests that reach a device's memory, and nothing else does it at each entry.
+pub fn clears(facts: Facts) -> bool {
+    facts.any(Facts::VERW_DEVICES) && !facts.any(Facts::VERW)
+}
+
+/// As [`clears`] of the facts at load.
+pub(crate) fn clears_for_devices() -> bool {
+    CLEARS.load(Relaxed)
 }
 
 /// The loop begins: whether its first entry is to flush. The host ran on this CPU meanwhile, which
@@ -153,8 +167,10 @@ impl Report {
         let mmio = match (has(Facts::MMIO_STALE_DATA), verw) {
             (false, _) => "not affected",
             (true, true) => "VERW before entries",
-            // A VMM has to map a device's memory first, which few may.
-            (true, false) => "open to guests that have a device's memory mapped",
+            (true, false) if clears(self.facts) => {
+                "VERW before entries of guests that reach a device's memory"
+            }
+            (true, false) => "vulnerable: no VERW",
         };
         [
             ("l1tf", l1tf),
@@ -296,6 +312,21 @@ mod tests {
         assert_eq!(chosen(Auto), [false, true, false]);
         assert_eq!(chosen(Off), [false; 3]);
         assert_eq!(chosen(Force), [true; 3]);
+    }
+
+    #[test]
+    fn buffers_are_cleared_for_devices_where_nothing_else_does() {
+        let told = Facts::MMIO_STALE_DATA | Facts::VERW_DEVICES;
+        let lines = [0, Facts::MMIO_STALE_DATA, told, told | Facts::VERW].map(|facts| {
+            let report = Report::of(Facts(facts), L1dFlush::NotRequired);
+            (
+                clears(Facts(facts)),
+                report.lines().iter().find(|l| l.0 == "mmio_stale_data").unwrap().1,
+            )
+        });
+        let some = "VERW before entries of guests that reach a device's memory";
+        assert_eq!(lines[..2], [(false, "not affected"), (false, "vulnerable: no VERW")]);
+        assert_eq!(lines[2..], [(true, some), (false, "VERW before entries")]);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use x86::{
 };
 
 use crate::{
-    fields,
+    fields, mitigations,
     page_log::PageLog,
     state::{Vmx, attention},
 };
@@ -158,6 +158,12 @@ impl<C: Cpu> Translation for Vmx<C> {
     }
 
     #[inline]
+    fn reaches_device(&mut self) {
+        if mitigations::clears_for_devices() {
+            self.attention |= attention::CLEAR;
+        }
+    }
+
     fn page_log(&mut self) -> Option<&mut Self> {
         if self.page_log.is_some() { Some(self) } else { None }
     }

@@ -53,9 +53,12 @@ pub(crate) mod attention {
     pub const TIMER_SET: u16 = 1 << 8;
     /// The guest is in a mode that the CPU does not run: do not enter.
     pub const INTERPRET: u16 = 1 << 9;
+    /// Clear the CPU's buffers, at each entry from now on.
+    pub const CLEAR: u16 = 1 << 10;
 
-    const ALL: [u16; 10] =
-        [FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET];
+    const ALL: [u16; 11] = [
+        FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET, CLEAR,
+    ];
     // No two are the same bit.
     const _: () = {
         let (mut seen, mut at) = (0, 0);

@@ -50,6 +50,8 @@ fn most(link: &Link) -> u64 {
     link.as_ref().map_or(0, |node| node.most)
 }
 
+// Out of line: `balanced` alone would have it seven times, and a change of memory is rare.
+#[inline(never)]
 fn node(left: Link, entry: Entry, right: Link) -> Result<Arc<Node>, NoMemory> {
     // Kept in the node, since a change asks for it at every step and a walk for it would be linear.
     let height = height(&left).max(height(&right)).saturating_add(1);

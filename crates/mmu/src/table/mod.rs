@@ -53,6 +53,10 @@ pub unsafe trait FlushRemote {
     /// ([`Format::logs`]). May sleep.
     fn log_pages(&self, _on: bool) {}
 
+    /// The guest is about to reach memory of a device of the host's. When this returns, no vCPU enters the guest any more that does not
+    /// know. May sleep.
+    fn note_device(&self) {}
+
     /// What vCPUs have logged until now is handed to their memory. May sleep.
     fn gather_log(&self) {}
 }
@@ -65,6 +69,10 @@ unsafe impl<F: FlushRemote + ?Sized> FlushRemote for &F {
 
     fn log_pages(&self, on: bool) {
         (**self).log_pages(on);
+    }
+
+    fn note_device(&self) {
+        (**self).note_device();
     }
 
     fn gather_log(&self) {

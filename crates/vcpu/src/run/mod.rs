@@ -412,6 +412,9 @@ impl<B: Backend> Vcpu<B> {
                 log.set_logging(self.page_log);
             }
         }
+        if has(Request::Device) && self.vm.device_reach.is_reached() {
+            self.b.reaches_device();
+        }
         if has(Request::MsrFilter) {
             self.follow_msr_filter();
         }

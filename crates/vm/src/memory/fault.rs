@@ -85,7 +85,13 @@ impl VmMemory {
         let fresh = cache.run().is_fresh(gfn);
         let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
         match find_page(hva, Direction::write_if(access.write), patience) {
-            Ok(page) => self.install(cache, access, (slot, hva), ended, &page, flush),
+            Ok(page) => {
+                // Before the guest can reach it: what such memory leaks is cleared before entries alone.
+                if !page.frame().is_memory() {
+                    flush.note_device();
+                }
+                self.install(cache, access, (slot, hva), ended, &page, flush)
+            }
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
             Err(GupError::HwPoison) => {

@@ -19,7 +19,7 @@ use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, Ta
 use stats::VmCount;
 use x86::{Cr0, Cr4, Direction, Efer, Gfn, Gpa, Hva, Pfn};
 
-use crate::mode::tests::Flushes;
+use crate::mode::tests::{Flushes, Told};
 use crate::vcpu_shared::VcpuShared;
 
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
@@ -166,6 +166,21 @@ fn each_refusal_of_the_host_has_its_outcome() {
     assert_eq!(test::take_poisoned(), [bench.hva(40).0]);
     test::set_signal_pending(false);
     assert!(bench.leaf(40).is_none());
+}
+
+#[test]
+fn vcpus_hear_of_a_devices_memory_before_it_is_mapped() {
+    let mut bench = Bench::new(0);
+    let mut told = |gfn| {
+        let (told, access) = (Cell::new(None), Bench::access(gfn, false, false));
+        let look = Told(|| told.set(Some(bench.memory.tdp.mapper().lookup(Gfn(gfn)).is_some())));
+        let outcome = bench.memory.fault(&mut bench.cache, &access, &look, fault_in);
+        assert_eq!(outcome, FaultOutcome::Mapped);
+        told.get()
+    };
+    assert_eq!(told(17), None, "memory");
+    test::make_device(Hva(bench.user.hpa().0 + (2 << 12)));
+    assert_eq!(told(18), Some(false));
 }
 
 #[test]

@@ -101,6 +101,11 @@ pub fn take_poisoned() -> Vec<u64> {
     std::mem::take(&mut World::current().lock().poisoned)
 }
 
+/// The page at `hva` is memory of a device's from now on.
+pub fn make_device(hva: Hva) {
+    World::current().lock().devices.push(hva.0 >> 12);
+}
+
 /// How many threads of this world wait until nobody reads what they have replaced.
 pub fn srcu_waiters() -> usize {
     World::current().lock().srcu_waiters

@@ -43,6 +43,8 @@ pub(crate) struct State {
     pub(crate) irqs_off: BTreeMap<u64, u32>,
     /// Where guests met broken memory.
     pub(crate) poisoned: Vec<u64>,
+    /// Frames of memory that is a device's.
+    pub(crate) devices: Vec<u64>,
     /// Threads that wait for the readers of an SRCU domain.
     pub(crate) srcu_waiters: usize,
 }

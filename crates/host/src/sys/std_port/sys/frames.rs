@@ -18,8 +18,9 @@ pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHos
         return 1;
     }
     let writable = (direction.is_write() || user_ok(hva & !15, 16, Direction::Write)).into();
-    let raw =
-        RawHostPage { pfn: hva >> 12, writable, refcounted: 1, level: 1, ..Default::default() };
+    let pfn = hva >> 12;
+    let refcounted = (!World::current().lock().devices.contains(&pfn)).into();
+    let raw = RawHostPage { pfn, writable, refcounted, level: 1, ..Default::default() };
     // SAFETY: out is writable by the contract.
     unsafe { out.write(raw) };
     0
