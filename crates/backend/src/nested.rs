@@ -165,7 +165,7 @@ pub trait Nested: NestedPaging + NestedState {
     /// Whether the event that is prepared is one that L1 injects, by an entry that has not run L2 yet. Its kind and
     /// its length are whole only there.
     fn injects_for_l1(&self) -> bool;
-    /// The last exit is #GP, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
+    /// The last exit is #GP in no delivery, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
     /// something to the host alone, before they look whether it exits. True: it is such an instruction, and the last
     /// exit is the instruction's from now on.
     fn takes_fault_for_instruction(&mut self, gprs: &Gprs, code: &[u8]) -> bool;

@@ -15,6 +15,8 @@ use x86::{Cr0, Efer, Rflags, Vector, msr};
 
 /// The third intercept word, and where the others lie.
 const THIRD: u64 = BLOCK + 0x08;
+const INTR: u64 = 1;
+const NMI: u64 = 1 << 1;
 const SMI: u64 = 1 << 2;
 const INIT: u64 = 1 << 3;
 const VINTR: u32 = 1 << 4;
@@ -67,6 +69,50 @@ fn a_breakpoint_that_l1_injects_survives_a_fault_of_ours_in_its_delivery() {
             exit(ExitCode::Hlt)(vmcb, gprs);
         });
         assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
+/// L1 injects an interrupt or an NMI for which L2 has no gate: it is lost, as in a CPU, and nothing of L1's machine.
+#[test]
+fn what_l1_injects_and_l2_has_no_gate_for_is_lost() {
+    let cases = [(event::NMI | 2, NMI, 0), (0x31, INTR, vintr::INTR_MASKING)];
+    for (irqchip, (injected, asks, int_ctl)) in
+        [false, true].into_iter().flat_map(|irqchip| cases.map(|case| (irqchip, case)))
+    {
+        let injected = event::VALID | injected;
+        let mut machine = Hypervisor::new(irqchip);
+        machine.put(THIRD, (asks | CPUID) << 32);
+        machine.put(BLOCK + 0x60, int_ctl.into());
+        machine.put(BLOCK + 0x570, Rflags::IF.bits() | 2);
+        machine.put(EVENTINJ, injected);
+        // The same vector is in service in L1, which has taken it.
+        machine.vcpu.shared().lapic.set_isr(Vector(0x31));
+        machine.vmrun();
+        machine.then(move |vmcb, gprs| {
+            exit(ExitCode::ExcpGp)(vmcb, gprs);
+            vmcb.control.exit_info_1 = 0x18;
+            vmcb.control.exit_int_info = injected;
+        });
+        let fault = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
+        machine.vcpu.backend().cpu().inner().injects(fault | 0x18 << 32);
+        machine.then(exit(ExitCode::Wbinvd));
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(|vmcb, gprs| {
+            assert!(vmcb.save.rip < L2_RIP + 8 && vmcb.save.rip >= L2_RIP);
+            exit(ExitCode::Cpuid)(vmcb, gprs);
+        });
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, BEHIND);
+            exit(ExitCode::Stgi)(vmcb, gprs);
+        });
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(rig::unknown);
+        assert_eq!(machine.run(), rig::UNKNOWN);
+        assert_eq!(machine.get(EXIT_CODE), ExitCode::Cpuid.0);
+        let events = machine.vcpu.saved_events();
+        assert_eq!((events.nmi_pending, events.interrupt), (0, None));
+        assert_eq!(machine.vcpu.shared().lapic.in_service(), Some(Vector(0x31)));
     }
 }
 
@@ -358,7 +404,6 @@ fn a_shutdown_that_no_cpu_made_is_l1s_if_it_intercepts_it() {
 /// an interrupt ends L2's run: no CPU exits for one amid a delivery, and KVM as L1 ends its guest for it.
 #[test]
 fn an_nmi_waits_for_the_event_that_l2_is_taking() {
-    const NMI: u64 = 1 << 1;
     let mut machine = intercepting(NMI);
     machine.vmrun();
     let taken = event::VALID | event::INTR | 0x33;
@@ -385,7 +430,6 @@ fn an_nmi_waits_for_the_event_that_l2_is_taking() {
 /// to nobody.
 #[test]
 fn a_fault_of_l2s_is_taken_by_l2_though_an_nmi_ends_its_run() {
-    const NMI: u64 = 1 << 1;
     let mut machine = intercepting(NMI);
     for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
         machine.put(at, entry);
@@ -457,7 +501,6 @@ fn an_address_that_went_to_cr2_early_is_told_to_l1() {
 /// asked for the interrupt that ends L2's run, and sees the task priority of L1.
 #[test]
 fn l2_keeps_no_interrupt_of_the_vmms_from_l1() {
-    const INTR: u64 = 1;
     let mut machine = intercepting(INTR);
     machine.put(BLOCK + 0x60, u64::from(vintr::INTR_MASKING | 9));
     let mut regs = machine.vcpu.regs();

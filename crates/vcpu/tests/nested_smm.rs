@@ -15,6 +15,9 @@ const CPUID: u64 = 1 << 18;
 const EXIT_CODE: u64 = BLOCK + 0x70;
 const BEHIND: u64 = L1_RIP + 3;
 const GP: u32 = 1 << 13;
+const NMI: u64 = 1 << 1;
+/// Of the fourth word.
+const VMLOAD: u64 = 1 << 2;
 
 fn hypervisor() -> Hypervisor {
     let machine = Hypervisor::new(false).with_smram();
@@ -168,7 +171,6 @@ fn a_fault_of_another_instruction_or_for_a_bad_address_stays_one() {
 
 #[test]
 fn vmload_of_l2_behind_such_a_fault_is_l1s_to_hear_of() {
-    const VMLOAD: u64 = 1 << 2;
     let mut machine = hypervisor();
     map(&machine);
     machine.put(BLOCK + 0x10, 1 | VMLOAD);
@@ -232,6 +234,40 @@ fn a_fault_in_the_delivery_of_a_fault_is_a_double_fault_that_l1_hears_of() {
     });
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.get(EXIT_CODE), ExitCode::Excp0.0 + 8);
+}
+
+/// L2's kernel gives a vector a handler at no address, and has VMRUN where RIP is: its #GP is that of the delivery. What was
+/// to be delivered is nothing of L1's, nor an exit.
+#[test]
+fn a_fault_in_a_delivery_is_no_instruction_whatever_lies_at_rip() {
+    let gp = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
+    for met in [event::EXCEPTION | 1, event::EXCEPTION | 6, 0x31, event::NMI | 2] {
+        for code in [0xd8_010f, 0xda_010f] {
+            let mut machine = hypervisor();
+            map(&machine);
+            machine.put(BLOCK + 0x08, (CPUID | NMI) << 32);
+            machine.put(BLOCK + 0x10, 1 | VMLOAD);
+            machine.put(L2_RIP, code);
+            machine.vmrun();
+            machine.then(move |vmcb, gprs| {
+                exit(ExitCode::ExcpGp)(vmcb, gprs);
+                vmcb.control.exit_int_info = event::VALID | met;
+                (vmcb.save.rax, gprs.0[RAX]) = (BLOCK, BLOCK);
+            });
+            machine.vcpu.backend().cpu().inner().injects(gp);
+            machine.then(|vmcb, gprs| {
+                assert_eq!(vmcb.save.rip, L2_RIP);
+                exit(ExitCode::Cpuid)(vmcb, gprs);
+            });
+            machine.vcpu.backend().cpu().inner().injects(0);
+            machine.then(|vmcb, gprs| {
+                assert_eq!(vmcb.save.rip, BEHIND);
+                exit(ExitCode::Hlt)(vmcb, gprs);
+            });
+            assert_eq!(machine.run(), UserExit::Hlt);
+            assert_eq!(machine.get(EXIT_CODE), ExitCode::Cpuid.0);
+        }
+    }
 }
 
 /// In the handler there is no L2, as on stock KVM; nor without a page for L1's state.

@@ -8,9 +8,7 @@ use nested_svm::instructions::{self, Caller, Instruction, Then};
 use x86::{
     Cr0, Efer, Exception, Gpa, Rflags,
     segment::attr,
-    vmcb::{
-        Clean, ExitCode, SEG_CS, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, Vmcb, VmcbSegment, event,
-    },
+    vmcb::{Clean, ExitCode, SEG_CS, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, Vmcb, VmcbSegment},
 };
 use zerocopy::IntoBytes;
 
@@ -74,8 +72,8 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    /// Makes of #GP the exit of the instruction that the CPU would have left the guest for, had it not looked at the
-    /// address before: `code` lies at RIP.
+    /// Makes of #GP, which has met no delivery, the exit of the instruction that the CPU would have left the guest for, had
+    /// it not looked at the address before: `code` lies at RIP.
     #[cold]
     #[inline(never)]
     pub(super) fn takes_fault(&mut self, gprs: &Gprs, code: &[u8]) -> bool {
@@ -87,10 +85,9 @@ impl<C: Cpu> Svm<C> {
         };
         const LENGTH: u64 = 3;
         let control = &self.vmcb().control;
-        // A #GP for the address has error code 0 and meets no delivery. Any other is the guest's own.
-        let is_plain = ExitCode(control.exit_code) == ExitCode::ExcpGp
-            && control.exit_info_1 as u32 == 0
-            && control.exit_int_info & event::VALID == 0;
+        // A #GP for the address has error code 0. Any other is the guest's own.
+        let is_plain =
+            ExitCode(control.exit_code) == ExitCode::ExcpGp && control.exit_info_1 as u32 == 0;
         // Where the CPU moves for L2, by L1's tables, the fault is one of these, or none of the address. VMRUN's does not.
         let is_virtual = instruction != Instruction::Vmrun
             && self.level == Level::L2

@@ -197,7 +197,10 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             UD => self.invalid_opcode(),
-            GP if self.is_for_instruction() => self.virtualization_behind_fault(),
+            // In a delivery the fault is that one's, whatever lies at RIP. What was delivered is in `again` by now.
+            GP if self.events.again.is_none() && self.is_for_instruction() => {
+                self.virtualization_behind_fault()
+            }
             AC if is_for_us => split_lock(self.b.rip(), e),
             BP if is_for_us => {
                 let [.., dr6, dr7] = self.b.debug_regs();

@@ -327,6 +327,16 @@ impl<B: Backend> Vcpu<B> {
             && !self.events.outer.take(Outer::TRIPLE_FAULT)
     }
 
+    /// Whether an interrupt or NMI that L2 was taking is one that L1 has injected: those of L1's machine do not come to L2.
+    pub(crate) fn is_l1s_for_l2(&self, event: Event) -> bool {
+        let kind = match event {
+            Event::Interrupt(_) => Waiting::Interrupt(None),
+            Event::Nmi => Waiting::Nmi,
+            Event::Software(_) | Event::Exception(_) => return false,
+        };
+        self.pending.after_exit.is_nested() && !passes(&self.b, kind)
+    }
+
     /// Whether the event whose delivery the last exit interrupted is one that L1 injected into L2, which is
     /// injected again, though an instruction makes such events.
     pub(crate) fn repeats_injection(&mut self) -> bool {

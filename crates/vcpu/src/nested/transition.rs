@@ -172,7 +172,7 @@ impl<B: Backend> Vcpu<B> {
         let _ = memory.fault(tables, &access, &**self.vm, fault_in);
     }
 
-    /// Whether the last exit, #GP, is that of a hypervisor's instruction.
+    /// Whether the last exit, #GP in no delivery, is that of a hypervisor's instruction.
     pub(crate) fn is_for_instruction(&mut self) -> bool {
         if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return false;
@@ -412,8 +412,10 @@ impl<B: Backend> Vcpu<B> {
                 return Next::Done;
             }
             Executed::Left => {
-                // It is of an instruction of L2's, which is executed again, and not of L1's.
-                self.events.exception = None;
+                // They are L2's, and not L1's: L1 has in the exit what was not delivered, and the exception is of an
+                // instruction that is executed again. What L1 had begun to take went in before it could execute
+                // anything, VMRUN that is refused among it.
+                (self.events.again, self.events.exception) = (None, None);
                 if self.rare.keeps_l2_apart {
                     // Before L1 runs: L1 was told that its guests cannot steer its branches.
                     self.b.prediction_barrier();

@@ -306,9 +306,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Raises a fault that the delivery of an event may have met. An interrupt or NMI goes back to
-    /// where it waited; an exception makes another one of the two.
+    /// where it waited; an exception makes another one of the two. What L1 has injected into L2 is lost, as in a CPU: it
+    /// has not waited anywhere in L1's machine.
     pub(crate) fn raise_in_delivery(&mut self, exception: Exception) {
         match self.events.again {
+            Some(event) if self.is_l1s_for_l2(event) => self.events.again = None,
             Some(Event::Interrupt(vector)) => {
                 self.events.again = None;
                 if !self.shared.in_kernel_apic {
