@@ -28,6 +28,9 @@ const EXIT_CODE: u64 = BLOCK + 0x70;
 const EVENTINJ: u64 = BLOCK + 0xa8;
 const CR0: u64 = BLOCK + 0x558;
 
+/// INT 0x80 that L1 injects.
+const SOFT: u64 = event::VALID | event::SOFT | 0x80;
+
 /// Behind L1's VMRUN.
 const BEHIND: u64 = L1_RIP + 3;
 
@@ -113,6 +116,60 @@ fn what_l1_injects_and_l2_has_no_gate_for_is_lost() {
         let events = machine.vcpu.saved_events();
         assert_eq!((events.nmi_pending, events.interrupt), (0, None));
         assert_eq!(machine.vcpu.shared().lapic.in_service(), Some(Vector(0x31)));
+    }
+}
+
+/// A state as stock KVM saves it when a signal comes just before an entry: VMCB12's event waits to be injected, and is among
+/// the vCPU's events as well.
+#[test]
+fn an_event_that_a_saved_state_names_twice_comes_once() {
+    const INT: u64 = event::VALID | 0x31;
+    let orders = [false, true];
+    let cases = [(INT, ExitCode::Cpuid), (INT, ExitCode::Wbinvd), (SOFT, ExitCode::Wbinvd)];
+    for (state_first, (injected, next)) in
+        orders.into_iter().flat_map(|order| cases.map(|case| (order, case)))
+    {
+        let mut machine = intercepting(CPUID);
+        machine.put(EVENTINJ, injected);
+        machine.put(BLOCK + 0x570, Rflags::IF.bits() | 2);
+        machine.stop_in_l2();
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        // RUN_PENDING, and EVENTINJ of the page behind the header.
+        state[0] |= 2;
+        state[128 + 0xa8..][..8].copy_from_slice(&injected.to_le_bytes());
+        state[128 + 0xc8..][..8].copy_from_slice(&(L2_RIP + 2).to_le_bytes());
+        let (sregs, mut regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
+        regs.rip = L2_RIP;
+        let events = SavedEvents {
+            interrupt: Some(Vector(injected as u8)),
+            interrupt_soft: injected == SOFT,
+            ..SavedEvents::default()
+        };
+        let mut machine = intercepting(CPUID);
+        machine.vcpu.set_sregs(&sregs, None).unwrap();
+        machine.vcpu.set_regs(&regs);
+        if state_first {
+            machine.vcpu.set_nested_state(&state).unwrap();
+            machine.vcpu.restore_events(&events, GivenEvents::default());
+        } else {
+            machine.vcpu.restore_events(&events, GivenEvents::default());
+            machine.vcpu.set_nested_state(&state).unwrap();
+        }
+        assert_eq!(machine.vcpu.saved_events().interrupt, events.interrupt);
+        machine.vcpu.backend().cpu().inner().injects(injected);
+        machine.then(move |vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, L2_RIP + 2));
+            exit(next)(vmcb, gprs);
+        });
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(exit(ExitCode::Wbinvd));
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        if next == ExitCode::Cpuid {
+            assert_eq!(machine.get(EXIT_CODE), ExitCode::Cpuid.0);
+        }
     }
 }
 

@@ -15,6 +15,10 @@ use x86::msr::{DEBUGCTL, TSC};
 use x86::vmcs::{ExitReason, field};
 use zerocopy::FromBytes;
 
+/// KVM_STATE_NESTED_GUEST_MODE and KVM_STATE_NESTED_RUN_PENDING.
+const GUEST_MODE: u16 = 1;
+const RUN_PENDING: u16 = 2;
+
 /// A CPU with a preemption timer, which L1 may have.
 fn with_timer() -> vmx::Features {
     vmx::Features {
@@ -179,6 +183,60 @@ fn an_entry_into_a_halt_is_the_vmms_where_it_has_the_local_apic() {
     });
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// A state as stock KVM saves it when a signal comes just before an entry: VMCS12's event waits to be injected, and is among
+/// the vCPU's events as well. It comes once, with the length that VMCS12 gives.
+#[test]
+fn an_event_that_a_saved_state_names_twice_comes_once() {
+    const INT: u32 = 0x8000_0031;
+    const SOFT: u32 = 0x8000_0480;
+    let cases = [(INT, ExitReason::Cpuid), (INT, ExitReason::Wbinvd), (SOFT, ExitReason::Wbinvd)];
+    for (state_first, (injected, next)) in
+        [false, true].into_iter().flat_map(|order| cases.map(|case| (order, case)))
+    {
+        let mut v = vmcs12();
+        v.set(field::ENTRY_INTERRUPTION, injected);
+        v.set(field::ENTRY_INSTRUCTION_LENGTH, 2);
+        v.set(field::GUEST_RFLAGS, 0x202);
+        let mut machine = Hypervisor::on(features(), &v);
+        let header = Header { flags: GUEST_MODE | RUN_PENDING, ..header(&mut machine) };
+        let state = rig::nested_vmx::state_of(&header, &v);
+        let mut regs = machine.vcpu.regs();
+        (regs.rip, regs.rflags) = (L2_RIP, x86::Rflags::from_bits_retain(0x202));
+        machine.vcpu.set_regs(&regs);
+        let events = SavedEvents {
+            interrupt: Some(Vector(injected as u8)),
+            interrupt_soft: injected == SOFT,
+            ..SavedEvents::default()
+        };
+        if state_first {
+            machine.vcpu.set_nested_state(&state).unwrap();
+            machine.vcpu.restore_events(&events, GivenEvents::default());
+        } else {
+            machine.vcpu.restore_events(&events, GivenEvents::default());
+            machine.vcpu.set_nested_state(&state).unwrap();
+        }
+        machine.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+            assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), injected);
+            if injected == SOFT {
+                assert_eq!(vmcs.get(field::ENTRY_INSTRUCTION_LENGTH), 2);
+            }
+            // As a CPU does with an entry.
+            vmcs.set(field::ENTRY_INTERRUPTION, injected & !(1 << 31));
+            exit(next)(vmcs, gprs);
+        });
+        for _ in 0..2 {
+            machine.then(|vmcs, gprs| {
+                assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & 1 << 31, 0);
+                exit(ExitReason::Wbinvd)(vmcs, gprs);
+            });
+        }
+        machine.then(shutdown);
+        machine.then(shutdown);
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
 }
 
 /// The VMM has the interrupt controllers, and L1 has an interrupt that ends L2's run acknowledged: it is told once.

@@ -61,6 +61,7 @@ impl<B: Backend> Vcpu<B> {
                 nested.restore_state(&mut v.gprs, checked, &Whole::new(&v.mmu.memory, None));
             }
         });
+        self.events.settle_injection(&mut self.b);
         self.rare.nested_restored = true;
         self.level_changed();
         self.b.flush_tlb();

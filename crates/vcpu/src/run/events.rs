@@ -220,6 +220,21 @@ impl Events {
             && (!shared.in_kernel_apic || shared.lapic.accepts_pic())
     }
 
+    /// User space has given an event that the guest had begun to take. An entry has room for one, and a state of stock
+    /// KVM's names that of an entry of L2 that has not run twice: in the nested state, and among the vCPU's events. Whoever
+    /// takes over the second of the two calls this. As there, what is among the events goes in; where L1's says more than
+    /// they, kind and length, it is that.
+    pub(crate) fn settle_injection(&mut self, b: &mut impl Backend) {
+        if self.again.is_none() || !b.injecting() {
+            return;
+        }
+        if b.nested().is_some_and(Nested::injects_for_l1) {
+            self.again = None;
+        } else {
+            let _ = b.cancel_injection();
+        }
+    }
+
     /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
     /// a saved state has as well.
     pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend) {

@@ -305,6 +305,7 @@ impl<B: Backend> Vcpu<B> {
         if e.nmi_injected && self.events.again.is_none() {
             self.events.again = Some(Event::Nmi);
         }
+        self.events.settle_injection(&mut self.b);
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
@@ -354,6 +355,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.own_external(&self.shared) != Some(vector) {
             self.events.forget_interrupt(&self.shared);
             self.events.again = Some(Event::Interrupt(vector));
+            self.events.settle_injection(&mut self.b);
         }
     }
 
