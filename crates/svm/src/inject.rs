@@ -110,6 +110,16 @@ impl<C: Cpu> Svm<C> {
         !tf
     }
 
+    /// Whether an NMI that the running guest takes is one that L1 injects into L2. VMRUN masks none with it, and L1 looks for
+    /// the IRET by itself. With virtual NMIs the CPU masks also that one.
+    fn nmi_is_l1s_for_l2(&self) -> bool {
+        !self.features.vnmi
+            && self.level == Level::L2
+            && self.nested.as_ref().is_some_and(|state| {
+                nested_svm::reflect::intercepts(state.v12.control(), ExitCode::Nmi)
+            })
+    }
+
     fn intercept_cr8_writes(&mut self, on: bool) {
         self.intercept_cr(InterceptCr::WRITE_CR8, on || self.cr8_exits);
     }
@@ -129,7 +139,7 @@ impl<C: Cpu> Injection for Svm<C> {
 
     fn inject(&mut self, event: Event) {
         // With the injection, as the CPU does it when it delivers one.
-        if event == Event::Nmi {
+        if event == Event::Nmi && !self.nmi_is_l1s_for_l2() {
             self.set_nmi_masked(true);
         }
         if let Event::Exception(e) = event
@@ -161,6 +171,12 @@ impl<C: Cpu> Injection for Svm<C> {
     #[inline]
     fn injecting(&self) -> bool {
         self.vmcb().control.event_inj & event::VALID != 0
+    }
+
+    fn nmi_not_delivered(&mut self) {
+        if !self.nmi_is_l1s_for_l2() {
+            self.set_nmi_masked(false);
+        }
     }
 
     fn cancel_injection(&mut self) -> Option<Event> {

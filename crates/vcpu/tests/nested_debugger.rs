@@ -7,7 +7,7 @@ use gannet_vcpu::UserExit;
 use rig::exit;
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP};
 use x86::Rflags;
-use x86::vmcb::{ExitCode, Vmcb};
+use x86::vmcb::{ExitCode, Vmcb, event};
 
 const ENABLE: u32 = 1;
 const STEP: u32 = 2;
@@ -122,4 +122,65 @@ fn a_debugged_l2_is_left_for_an_interrupt() {
     machine.run();
     assert_eq!((machine.get(BLOCK + 0x70), machine.get(DR7)), (ExitCode::Intr.0, 0x700));
     assert_eq!(machine.get(RFLAGS) & TF, 0);
+}
+
+/// An exception of L2's goes through a task gate, and L1 asks for no task switch: it is told from CALL by the event, which
+/// the new task is given.
+#[test]
+fn a_task_gate_of_a_debugged_l2_is_none_of_an_instruction() {
+    const TASKS: u64 = 1 << 29;
+    const OLD: u64 = 0x4000;
+    const NEW: u64 = 0x4100;
+    const GDT: u64 = 0x4200;
+    let mut machine = hypervisor();
+    assert_eq!(machine.get(BLOCK + 0x08) >> 32 & TASKS, 0);
+    // Protected mode without paging, flat segments.
+    machine.put(BLOCK + 0x558, 0x33);
+    machine.put(BLOCK + 0x548, 0);
+    machine.put(BLOCK + 0x4d0, 1 << 12);
+    for (at, kind, selector) in
+        [(0x400, 0xc93, 0x10), (0x410, 0xc9b, 8), (0x420, 0xc93, 0x10), (0x430, 0xc93, 0x10)]
+    {
+        machine.put(BLOCK + at, 0xffff_ffff << 32 | kind << 16 | selector);
+    }
+    machine.put(BLOCK + 0x460, 0x27 << 32);
+    machine.put(BLOCK + 0x468, GDT);
+    let limit = |kind: u64| 0x67 | kind << 40;
+    for (n, descriptor) in [
+        (1, 0x00cf_9b00_0000_ffff),
+        (2, 0x00cf_9300_0000_ffff),
+        (3, limit(0x8b) | OLD << 16),
+        (4, limit(0x89) | NEW << 16),
+    ] {
+        machine.put(GDT + n * 8, descriptor);
+    }
+    let pair = |low: u64, high: u64| low | high << 32;
+    // EIP and EFLAGS, ESP, and the segments.
+    machine.put(NEW + 0x20, pair(0x5000, 2));
+    machine.put(NEW + 0x38, pair(0x3f00, 0));
+    machine.put(NEW + 0x48, pair(0x10, 8));
+    machine.put(NEW + 0x50, pair(0x10, 0x10));
+    machine.put(NEW + 0x58, pair(0x10, 0x10));
+    machine.vcpu.set_guest_debug(ENABLE | HARDWARE, THEIRS);
+    let mut sregs = machine.vcpu.sregs();
+    (sregs.tr.base, sregs.tr.limit, sregs.tr.selector) = (OLD, 0x67, 0x18);
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::TaskSwitch)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (0x20, 1 << 44 | 0x18);
+        vmcb.control.next_rip = 0;
+        vmcb.control.exit_int_info =
+            event::VALID | event::EXCEPTION | event::ERROR_VALID | 0x18 << 32 | 13;
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.save.rsp), (0x5000, 0x3efc), "with the error code");
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    machine.vcpu.backend().cpu().inner().injects(0);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    // The old task goes on at the instruction, and the new one is nested in it.
+    assert_eq!(machine.get(OLD + 0x20) as u32, L2_RIP as u32);
+    assert_eq!(machine.get(NEW) as u32 & 0xffff, 0x18);
 }

@@ -119,6 +119,28 @@ fn what_l1_injects_and_l2_has_no_gate_for_is_lost() {
     }
 }
 
+/// An NMI that L1 injects is L2's, and so is its mask, which L1 keeps: L1's own stays as it is, whatever comes between.
+#[test]
+fn an_injected_nmi_that_goes_in_again_masks_none_of_l1s() {
+    for masked in [false, true] {
+        let injected = event::VALID | event::NMI | 2;
+        let mut machine = intercepting(NMI | CPUID);
+        machine.put(EVENTINJ, injected);
+        let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
+        machine.vcpu.restore_events(&events, GivenEvents::default());
+        machine.vmrun();
+        fault_in_delivery(&mut machine, 0x5000, injected);
+        machine.vcpu.backend().cpu().inner().injects(injected);
+        machine.then(exit(ExitCode::Cpuid));
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, BEHIND);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events().nmi_masked, masked);
+    }
+}
+
 /// A state as stock KVM saves it when a signal comes just before an entry: VMCB12's event waits to be injected, and is among
 /// the vCPU's events as well.
 #[test]

@@ -252,9 +252,11 @@ impl<B: Backend> Vcpu<B> {
         if let Some(outcome) = self.owing_trap(Self::nested_fault_outside) {
             return outcome;
         }
+        // Before the event is taken out of it: a task gate is told from CALL by that.
+        let exit = self.b.exit();
         // The exit is ours. Had it been L1's, L1 would have got the event with it.
         let _ = self.keep_interrupted_delivery();
-        let handled = self.owing_trap(|v| v.handle(&v.b.exit()));
+        let handled = self.owing_trap(|v| v.handle(&exit));
         // Behind the emulator, which has made of the exit one of L1's where the value says so.
         if claim == Ok(Claim::ByValue) {
             self.reflect_by_value();

@@ -246,7 +246,7 @@ impl Events {
         if let Some(event) = b.cancel_injection() {
             self.again = Some(event);
             if event == Event::Nmi {
-                b.set_nmi_masked(false);
+                b.nmi_not_delivered();
             }
         }
     }
@@ -696,8 +696,7 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
             if event == Event::Nmi {
-                // It was not delivered: the handler does not run yet.
-                self.b.set_nmi_masked(false);
+                self.b.nmi_not_delivered();
             }
         }
     }
