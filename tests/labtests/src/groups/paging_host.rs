@@ -40,6 +40,7 @@ tests!("paging_host":
     nothing_is_there_by_any_address,
     tables_written_by_the_vmm_count_after_kvm_set_sregs,
     translate_follows_the_tables,
+    memory_of_a_device_is_read_at_all_addresses,
 );
 
 /// Where the further slot lies, in every paging mode's reach.
@@ -778,5 +779,24 @@ fn translate_follows_the_tables() -> Outcome {
         }
         stage.expect("the other", &[(cr3(other), DONE)])?;
         equal("by the other root", translated(&stage, va)?, Some(large))
+    })
+}
+
+/// The firmware's ROM, which the kernel has no page for: as a device's memory that VFIO maps.
+fn memory_of_a_device_is_read_at_all_addresses() -> Outcome {
+    const ROM: u64 = 0xf0000;
+    // Where the CPU begins: never empty.
+    const START: u64 = 0xfff0;
+    let rom = Memory::of_file("/dev/mem", ROM, 16 * PAGE)?;
+    let begins = rom.read(START);
+    holds("a ROM", begins != 0 && begins != u64::MAX, begins)?;
+    in_each_mode(|paging| {
+        let mut stage = Stage::new(paging)?;
+        stage.guest.vm.set_slot(1, 0, ELSEWHERE, rom.bytes(), rom.hva()).granted("slot")?;
+        let at = three_addresses(&mut stage, START / PAGE).map(|at| at + START % PAGE);
+        let word = if stage.paging.is_wide() { u64::MAX } else { u32::MAX.into() };
+        let seen = stage.run(&at.map(read))?;
+        equal("what was read", &seen[..], [value(begins & word); 3].as_slice())?;
+        delete(&stage)
     })
 }

@@ -1,8 +1,10 @@
 //! Memory of a guest: a private mapping of ours.
 
+use std::os::fd::AsRawFd;
+
 use guest_machine::memory::{GuestBytes, NoMemory};
 
-use crate::outcome::{Errno, Outcome, fail};
+use crate::outcome::{Errno, Outcome, fail, skip};
 
 pub use guest_machine::memory::PAGE;
 
@@ -53,6 +55,29 @@ impl Memory {
         };
         if address == libc::MAP_FAILED {
             return fail(format!("cannot map {bytes:#x} bytes: {}", Errno::last()));
+        }
+        Ok(Self { address: address.cast(), bytes })
+    }
+
+    /// A part of a file that is memory itself, as a device's is.
+    pub fn of_file(path: &str, offset: u64, bytes: u64) -> Outcome<Self> {
+        let file = std::fs::File::open(path);
+        let Ok(file) = file else { return skip(format!("{path}: {}", file.unwrap_err())) };
+        let bytes = bytes as usize;
+        let (protection, at) = (libc::PROT_READ, offset as libc::off_t);
+        // SAFETY: a new mapping.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                at,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return skip(format!("{path} cannot be mapped at {offset:#x}: {}", Errno::last()));
         }
         Ok(Self { address: address.cast(), bytes })
     }
