@@ -13,7 +13,7 @@
 //!
 //! Why twelve bits of the address are enough to trust the fault's: paging keeps them. If they agree, the access
 //! begins where the fault says. If not, it began on the page before and crossed into this one, which no single
-//! device access is.
+//! device access is. A segment's base is part of them: who does not know it must not trust the beginning of a page.
 
 use crate::{
     machine::{CodeSize, SegReg},

@@ -131,7 +131,15 @@ impl<M: Machine> Run<'_, M> {
             let high = self.read(upper_at, half, Access::Modify)?;
             let old = join(high, low);
             let replacement = if old == expected { new } else { old };
-            if locked {
+            if locked && half == 8 && old != expected {
+                // The machine stores sixteen bytes plainly: what another CPU stored meanwhile would be undone.
+                if !self.m.is_writable_ram(Gva(at), usize::from(size))? {
+                    return Err(Stop::Unsupported);
+                }
+                if self.read(at, half, Access::Modify)? != low {
+                    continue;
+                }
+            } else if locked {
                 // The halves were read apart: replacing the pair, be it by itself, proves that
                 // they belong together.
                 let (old_bytes, new_bytes) = (old.to_le_bytes(), replacement.to_le_bytes());

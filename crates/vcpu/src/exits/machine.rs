@@ -35,12 +35,12 @@ const fn name_of(segment: SegReg) -> SegmentName {
 fn memory_stop(error: MemoryError) -> Stop {
     match error {
         // A signal waits. It is served before the instruction is begun again.
-        MemoryError::Interrupted => Stop::Retry,
+        MemoryError::Interrupted
+        // The slot was there when memory and device were told apart, and went: the next try finds a device.
+        | MemoryError::Unbacked
+        | MemoryError::ReadOnly => Stop::Retry,
         // Another try would find the same.
-        MemoryError::Unbacked
-        | MemoryError::ReadOnly
-        | MemoryError::Fault
-        | MemoryError::NoMemory => Stop::Unsupported,
+        MemoryError::Fault | MemoryError::NoMemory => Stop::Unsupported,
     }
 }
 
@@ -332,5 +332,18 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
         self.flush_pcid(kind, pcid, at).map_err(Stop::Fault)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_that_goes_behind_the_look_is_tried_again() {
+        use MemoryError::*;
+        let tried = [Unbacked, ReadOnly, Interrupted, Fault, NoMemory]
+            .map(|e| memory_stop(e) == Stop::Retry);
+        assert_eq!(tried, [true, true, true, false, false]);
     }
 }

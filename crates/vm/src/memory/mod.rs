@@ -230,9 +230,10 @@ impl VmMemory {
         Ok(())
     }
 
-    /// Withdraws all translations: the address space dies, or the VM does.
+    /// Withdraws all translations: the address space dies, or the VM does. May sleep: slots that show one piece of the VMM's
+    /// memory again and again make as many translations as their owner likes.
     pub fn release(&self, flush: &(impl FlushRemote + ?Sized)) {
-        self.zap(Gfn(0), Gfn(self.tdp.frames()), Thoroughness::Tables, flush, Pace::Through);
+        self.zap(Gfn(0), Gfn(self.tdp.frames()), Thoroughness::Tables, flush, Pace::Yields);
     }
 
     fn zap_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {

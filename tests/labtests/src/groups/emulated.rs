@@ -5,14 +5,16 @@ use crate::kvm::exit::Exit;
 use crate::machine::code::{done, guest_code};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::*;
+use crate::machine::memory::{Memory, PAGE};
 use crate::oracle::{self, Vendor};
-use crate::outcome::{Outcome, equal, holds, skip};
+use crate::outcome::{Answer, Outcome, equal, holds, skip};
 use crate::runner::tests;
 
 tests!("emulated":
     segments_tasks_and_frames_come_from_devices,
     an_answered_access_completes_the_instruction_that_made_it,
     a_repeated_load_from_a_device_traps_after_each_iteration,
+    an_access_by_a_segment_crosses_from_memory_into_a_device,
 );
 
 guest_code!(
@@ -151,4 +153,36 @@ fn a_repeated_load_from_a_device_traps_after_each_iteration() -> Outcome {
     // The lab's emulated Intel CPU traps once more when it enters a guest that single-steps.
     let most = if intel { 5 } else { 2 };
     holds("2 traps between iterations, or copies of them", (2..=most).contains(&traps), traps)
+}
+
+guest_code!(
+    across,
+    64,
+    // FS begins four bytes below the device.
+    "mov $0xc0000100, %ecx",
+    "mov $NOWHERE - 4, %eax",
+    "xor %edx, %edx",
+    "wrmsr",
+    "movabs $0x8877665544332211, %rax",
+    // As any other access of the device before: the next one is looked at in the loop.
+    "mov $NOWHERE, %ebx",
+    "mov %eax, (%rbx)",
+    "mov %eax, (%rbx)",
+    "mov %rax, %fs:0",
+    "mov %fs:0, %rdx",
+    "mov %rdx, RESULT",
+    done!()
+);
+
+fn an_access_by_a_segment_crosses_from_memory_into_a_device() -> Outcome {
+    let (guest, page) = (Guest::new(Chip::None, across())?, Memory::new(PAGE)?);
+    guest.vm.set_slot(1, 0, NOWHERE - PAGE, PAGE, page.hva()).granted("slot")?;
+    for _ in 0..2 {
+        guest.expect("a store", Exit::mmio(true, NOWHERE, &[0x11, 0x22, 0x33, 0x44]))?;
+    }
+    guest.expect("its upper half", Exit::mmio(true, NOWHERE, &[0x55, 0x66, 0x77, 0x88]))?;
+    answer(&guest, "a load's upper half", &[0xa5, 0xa6, 0xa7, 0xa8])?;
+    guest.finish()?;
+    equal("the store's lower half", page.read(PAGE - 8) >> 32, 0x4433_2211)?;
+    equal("both halves of the load", guest.result(0), 0xa8a7_a6a5_4433_2211)
 }

@@ -148,12 +148,25 @@ fn is_operand_of_l1(b: &impl Backend, fault: TdpFault) -> bool {
     is_l1 && !fault.fetch
 }
 
-/// Offset in its page of the memory operand. FS and GS bases are not in the control block while
-/// the loop runs, but bases are page-aligned or the check fails, which is safe.
+/// Offset in its page of the memory operand, or [`UNKNOWN`]. FS and GS bases are not in the control block while the loop
+/// runs, and are taken for the beginning of a page. Where one is not, the offset is none at which its access could have
+/// faulted but one: the beginning of a second page, into which it crosses. So there it is not known where it began.
 #[inline(always)]
 pub(crate) fn page_offset(b: &impl Backend, gprs: &Gprs, decoded: &Decoded) -> u16 {
-    decoded.page_offset(|i| gprs.get(i), b.rip(), |_| 0)
+    let mut has_base = false;
+    let at = decoded.page_offset(
+        |i| gprs.get(i),
+        b.rip(),
+        |_| {
+            has_base = true;
+            0
+        },
+    );
+    if has_base && at == 0 { UNKNOWN } else { at }
 }
+
+/// The offset of no fault.
+const UNKNOWN: u16 = 0x1000;
 
 /// Whether a fault tells of its instruction all that a plain access is known by.
 const fn tells_access(fault: TdpFault) -> bool {
