@@ -76,7 +76,12 @@ pub enum TablesRefuse {
     /// An EPT misconfiguration.
     Misconfiguration,
     /// Nothing: the access goes to the frame that stands for L2's local APIC.
-    ApicAccess(ApicAccess),
+    ApicAccess {
+        /// The access.
+        access: ApicAccess,
+        /// Bytes of the instruction; 0 where none is known, as of a delivery.
+        length: u8,
+    },
     /// Nothing: the access makes a page dirty, and L1's log of those is full.
     LogFull,
 }

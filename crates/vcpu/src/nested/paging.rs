@@ -71,7 +71,7 @@ const fn told(fault: L1Fault, linear: Option<Gva>) -> TablesRefuse {
         L1Fault::Npf { info } => TablesRefuse::Npf(info),
         L1Fault::Violation { qualification } => TablesRefuse::Violation { qualification, linear },
         L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
-        L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access),
+        L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess { access, length: 0 },
         // Where there was room it would have been noted.
         L1Fault::Unlogged => TablesRefuse::LogFull,
     }
@@ -307,7 +307,7 @@ impl<B: Backend> Vcpu<B> {
             NestedFault::L1(fault) => {
                 let undelivered = b.interrupted_delivery();
                 // The instruction has to be decoded, which may wait for memory.
-                if undelivered.is_none() && is_served(b, fault).is_some() {
+                if undelivered.is_none() && is_by_instruction(fault).is_some() {
                     return Next::Leave;
                 }
                 // L1's log is L1's memory, and its page may be missing.
@@ -390,13 +390,18 @@ impl<B: Backend> Vcpu<B> {
         if let NestedOutcome::L1(fault) = outcome {
             // Whose the event is depends on the outcome: L1's in the exit, else ours to inject again.
             let undelivered = self.b.interrupted_delivery();
+            let mut why = told(fault, None);
             if undelivered.is_none()
-                && let Some(served) = is_served(&self.b, fault)
-                && self.serve_apic_access(served)?
+                && let Some(apic) = is_by_instruction(fault)
+                && let Some(decoded) = self.decode_or_refuse()?
             {
-                return Ok(());
+                if self.serve_apic_access(apic, &decoded) {
+                    return Ok(());
+                }
+                // L1 may go on behind it without decoding it, as KVM and Xen do with an end of interrupt.
+                why = TablesRefuse::ApicAccess { access: apic, length: decoded.len() as u8 };
             }
-            self.refuse_outside(Gpa(access.gpa), told(fault, None), undelivered);
+            self.refuse_outside(Gpa(access.gpa), why, undelivered);
             return Ok(());
         }
         let _ = self.keep_interrupted_delivery();
@@ -424,13 +429,15 @@ impl<B: Backend> Vcpu<B> {
         self.device_access(TdpFault { gpa, present: behind == Behind::Rom, ..fault })
     }
 
-    /// An access to the APIC-access page that L1 leaves to its virtual-APIC page. False: the instruction is no plain load
-    /// or store of four bytes, which L1 hears of instead.
+    /// An access to the APIC-access page that L1 leaves to its virtual-APIC page. False: it does not, or the instruction is no
+    /// plain load or store of four bytes. L1 hears of it then.
     #[cold]
     #[inline(never)]
-    fn serve_apic_access(&mut self, access: ApicAccess) -> Outcome<bool> {
-        let Some(decoded) = self.decode_or_refuse()? else { return Ok(false) };
-        let Some((plain, store)) = self.plain_word(access, &decoded) else { return Ok(false) };
+    fn serve_apic_access(&mut self, access: ApicAccess, decoded: &Decoded) -> bool {
+        if !self.b.nested().is_some_and(|nested| nested.serves_apic_access(access)) {
+            return false;
+        }
+        let Some((plain, store)) = self.plain_word(access, decoded) else { return false };
         let next = self.b.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         let done = self.across_levels(|v| {
             let l1 = Whole::new(&v.mmu.memory, None);
@@ -447,7 +454,7 @@ impl<B: Backend> Vcpu<B> {
             }
             None => {}
         }
-        Ok(true)
+        true
     }
 
     /// What lies at RIP. `None`: nothing that can be decoded, though it came to an access.
@@ -501,10 +508,12 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// The access, if the fault is one to the APIC-access page that L1 leaves to its virtual-APIC page.
-fn is_served<B: Backend>(b: &B, fault: L1Fault) -> Option<ApicAccess> {
-    let L1Fault::ApicAccess(access) = fault else { return None };
-    b.nested().is_some_and(|nested| nested.serves_apic_access(access)).then_some(access)
+/// The access, if the fault is one of an instruction's to the APIC-access page.
+const fn is_by_instruction(fault: L1Fault) -> Option<ApicAccess> {
+    match fault {
+        L1Fault::ApicAccess(access) if access.linear && !access.fetch => Some(access),
+        _ => None,
+    }
 }
 
 /// What became of a page that is to be noted in L1's log.

@@ -486,7 +486,7 @@ impl Run {
         }
         self.accesses += 1;
         if !self.rig.v.serves_apic_access(access) {
-            let why = TablesRefuse::ApicAccess(access);
+            let why = TablesRefuse::ApicAccess { access, length: 0 };
             return self.whole(|rig| rig.v.refuse(&mut rig.g, Gpa(0x5000), why, None, &rig.m));
         }
         let store = write.then_some(random as u32);

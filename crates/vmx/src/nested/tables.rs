@@ -235,9 +235,10 @@ impl<C: Cpu> Vmx<C> {
                 self.tell_undelivered(&mut report, undelivered);
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }
-            TablesRefuse::ApicAccess(access) => {
+            TablesRefuse::ApicAccess { access, length } => {
                 let qualification = qualification_of(access, undelivered.is_some());
                 let mut report = Report::plain(ExitReason::ApicAccess, qualification);
+                report.length = length.into();
                 self.tell_undelivered(&mut report, undelivered);
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }

@@ -126,7 +126,7 @@ guest_code!(
     "0: out %al, $PORT_MARK",
     cleared!(),
     filled!(),
-    launched!(0x681e => 24, 0x6822 => 32, 0x482e => 48, 0x4408 => 56),
+    launched!(0x681e => 24, 0x6822 => 32, 0x482e => 48, 0x4408 => 56, 0x440c => 72),
     "jmp 0b",
 );
 

@@ -56,6 +56,7 @@ const QUALIFICATION: u64 = 2;
 const GUEST_RIP: u64 = 3;
 const LOADED: u64 = 5;
 const VECTORING: u64 = 7;
+const LENGTH: u64 = 9;
 
 guest_code!(
     // What R8 points at to RESULT[5], CPUID.
@@ -173,9 +174,11 @@ impl L1 {
 
 fn an_access_to_the_page_is_an_exit() -> Outcome {
     for ept in [false, true] {
-        for (what, l2, kind) in
-            [("a load", loads(), READS), ("a store", stores(), WRITES), ("another", adds(), READS)]
-        {
+        for (what, l2, kind, length) in [
+            ("a load", loads(), READS, 3),
+            ("a store", stores(), WRITES, STORE),
+            ("another", adds(), READS, 4),
+        ] {
             let l1 = L1::new(l2, ept)?;
             for offset in [0, 0x80, 0xb0, 0x300, 0xffc] {
                 l1.exit(ACCESSES + offset, 7)?;
@@ -184,6 +187,8 @@ fn an_access_to_the_page_is_an_exit() -> Outcome {
                 let kind = if what == "another" { told & 0x1000 } else { kind };
                 l1.told(what, EXIT_ACCESS, kind | offset, L2_CODE)?;
                 equal("no event", l1.guest.result(VECTORING) >> 31, 0)?;
+                // KVM and Xen go on behind an end of interrupt by it.
+                equal("the instruction's length", l1.guest.result(LENGTH), length)?;
             }
             equal("the page", l1.guest.memory.read(ACCESSES + 0x80), 0)?;
         }
