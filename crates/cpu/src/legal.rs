@@ -11,7 +11,7 @@ use x86::{
     Cr0, Cr4, Dr6, Efer, Hpa, Rflags, Xcr0, msr,
     reg::is_canonical,
     vmcb::{self, Intercept4, Vmcb},
-    vmcs::{event, field, interruptibility, invept, invvpid},
+    vmcs::{ProcControls, ProcControls2, event, field, interruptibility, invept, invvpid},
 };
 
 /// The CPU takes it, or the reason why not.
@@ -297,6 +297,15 @@ pub fn pending_step(interruptibility: u32, rflags: u64, debugctl: u64, pending: 
         steps != (pending & Dr6::BS != 0),
         "in a shadow a step is pending that the guest does not make, or none",
     )
+}
+
+/// VM entry: a threshold of the priority is not above the priority, where the CPU compares the two (SDM vol. 3C §27.2.1.1).
+pub fn threshold(primary: u32, secondary: u32, threshold: u32, tpr: u8) -> Legal {
+    let compares = ProcControls::from_bits_retain(primary).contains(ProcControls::TPR_SHADOW)
+        && !ProcControls2::from_bits_retain(secondary).intersects(
+            ProcControls2::VIRTUAL_INTERRUPTS | ProcControls2::VIRTUALIZE_APIC_ACCESSES,
+        );
+    unless(compares && threshold & 0xf > u32::from(tpr >> 4), "the threshold is above the priority")
 }
 
 fn vmx_event(info: u32) -> Legal {

@@ -256,6 +256,8 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     if entry.contains(EntryControls::IA32E_GUEST) != lma {
         entry.set(EntryControls::IA32E_GUEST, lma);
         v.set(field::ENTRY_CONTROLS, entry.bits());
+        // What the next entry loads has to fit the mode, and PDPTEs come with it.
+        differ.add(Group::ControlRegisters);
     }
     // vmcs02 is active and VMCS12 is not: the field has to be composed again, even if L1 writes nothing.
     if known.activity != activity_state::ACTIVE {

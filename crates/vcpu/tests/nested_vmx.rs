@@ -2,9 +2,12 @@
 
 mod rig;
 
-use backend::{RAX, RCX};
-use cpu::{Counts, Op};
-use gannet_vcpu::{By, UserExit};
+use backend::{Gprs, RAX, RCX};
+use cpu::{Counts, ModelVmcs, Op};
+use gannet_vcpu::{
+    By, UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use irqchip::lapic::{BaseRules, base};
 use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
@@ -421,4 +424,46 @@ fn an_interrupt_that_l1_was_offered_is_not_injected_into_l2() {
         shutdown(vmcs, gprs);
     });
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// An SMI comes while L2 is in its NMI handler, and L1 in none, or the other way round: it is L1's blocking that the mode keeps.
+#[test]
+fn an_smi_keeps_the_blocking_of_l1() {
+    const NMI: u32 = 8;
+    const SMBASE: u64 = 0x3_0000;
+    for of_l1 in [false, true] {
+        let mut v = vmcs12();
+        v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1 << 5);
+        v.set(field::GUEST_INTERRUPTIBILITY, if of_l1 { 0 } else { NMI });
+        let mut machine = Hypervisor::on(features(), &v);
+        let smram = host::page::Pages::zeroed(4).unwrap();
+        let region =
+            mmu::Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva: smram.hpa().0 };
+        let space = machine.vm.memory_in(mmu::AddressSpace::Smm);
+        space.set_region(&region, &**machine.vm).unwrap();
+        let events = SavedEvents { nmi_masked: of_l1, ..SavedEvents::default() };
+        machine.vcpu.restore_events(&events, GivenEvents::default());
+        let interrupted = |vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
+            exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+            host::std_port::test::set_signal_pending(true);
+        };
+        machine.vmlaunch();
+        machine.then(move |vmcs, gprs| {
+            let blocked = vmcs.get(field::GUEST_INTERRUPTIBILITY) & NMI != 0;
+            assert_eq!((vmcs.get(field::GUEST_RIP), blocked), (L2_RIP, !of_l1));
+            interrupted(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        host::std_port::test::set_signal_pending(false);
+        machine.vcpu.queue_smi();
+        machine.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), 0x8000, "the handler runs");
+            assert_ne!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & NMI, 0);
+            interrupted(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        host::std_port::test::set_signal_pending(false);
+        let smi = machine.vcpu.saved_events().smi;
+        assert_eq!((smi.smm, smi.inside_nmi), (true, of_l1));
+    }
 }

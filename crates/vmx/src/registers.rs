@@ -308,6 +308,10 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         if self.get(fields::TPR_THRESHOLD) > value.into() {
             self.set(fields::TPR_THRESHOLD, value.into());
         }
+        // That of L1 too, whose priority an L2 writes to that has none of its own.
+        if self.cold.of_l1.runs {
+            self.lower_threshold_of_l1(value);
+        }
     }
 
     /// An entry does not load CD and NW, and a guest's memory types do not follow them.

@@ -240,6 +240,18 @@ impl VmxCpu for Model {
             fields.get(field::GUEST_PENDING_DEBUG),
         );
         demand(format_args!("entry"), step);
+        let page = fields.get(field::VIRTUAL_APIC_ADDR);
+        if page != 0 {
+            // SAFETY: a page of the hypervisor's, whose physical address is the one it has here; TPR lies at 80h.
+            let tpr = unsafe { ((page + 0x80) as *const u8).read_volatile() };
+            let threshold = legal::threshold(
+                fields.get(field::PROC_CONTROLS),
+                fields.get(field::PROC_CONTROLS2),
+                fields.get(field::TPR_THRESHOLD),
+                tpr,
+            );
+            demand(format_args!("entry with priority {tpr:#x}"), threshold);
+        }
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);
             demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);

@@ -24,6 +24,8 @@ impl Machine {
         // VMCS12 first: what is written into L1's memory below comes out of it.
         let differ = leave::save(&mut self.vmcs12, exit, report, known);
         self.touch(differ);
+        // They differ where L2 has changed its mode, which an EFER that was not saved may not say.
+        self.unchecked = self.unchecked.union(differ.common(Groups::of(Group::ControlRegisters)));
         self.mirror.due = true;
         // All of REST, whether or not L2 has changed it: to find out would be the VMREADs that are to be spared.
         self.behind = leave::REST;

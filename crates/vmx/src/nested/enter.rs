@@ -472,7 +472,12 @@ impl<C: Cpu> Vmx<C> {
         if flush != Flush::None {
             self.attention |= attention::FLUSH;
         }
-        n.last_vpid = v.get(field::VPID);
+        match flush {
+            Flush::None => {}
+            Flush::L2 => n.last_vpid = v.get(field::VPID),
+            // Without a VPID of its own L2 leaves under the tag what no VPID of L1's may find.
+            Flush::Both => n.last_vpid = 0,
+        }
         // Without a VPID the CPU forgets what it made of L1's tables, and looks at their flags anew (SDM vol. 3C §29.4.3.1):
         // L1 may clear them without INVEPT. Only for a log, which is what misses such a page: each such entry compares.
         let relogs = (flush == Flush::Both && v.secondary().contains(ProcControls2::PML))

@@ -423,3 +423,104 @@ fn a_second_cpuid_gives_and_takes_instructions() {
         assert_eq!((has(ProcControls2::RDRAND), has(ProcControls2::RDSEED)), (rdrand, rdseed));
     }
 }
+
+/// An L2 that has no priority of its own lowers L1's below the threshold at which an interrupt of L1's waits: the CPU would refuse L1.
+#[test]
+fn a_priority_that_l2_lowers_takes_l1s_threshold_along() {
+    use backend::{Chosen, ControlRegisters as _, Injection as _};
+    let mut r = Rig::new(&good(), 0xd01);
+    r.v.set_cr8(13);
+    r.v.watch_priority(Chosen::None, Some(x86::Vector(0x51)));
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::CrAccess, |_| {});
+    r.v.set_cr8(3);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.enter(ExitReason::Cpuid, |v| assert_eq!(v.get(field::TPR_THRESHOLD), 3));
+    r.v.set_cr8(13);
+    assert_eq!(r.v.get(crate::fields::TPR_THRESHOLD), 3, "until it is watched anew");
+}
+
+fn vmcs12(r: &mut Rig) -> &mut nested_vmx::Vmcs12 {
+    r.v.nested.as_mut().unwrap().machine.vmcs12_mut()
+}
+
+/// Two VMCSs share a VPID by their fields, and one of them does not use it: what it leaves under L2's tag is not for the other.
+#[test]
+fn what_runs_without_a_vpid_leaves_nothing_for_one() {
+    let mut v12 = good();
+    v12.set(field::PROC_CONTROLS2, ProcControls2::VPID.bits());
+    v12.set(field::VPID, 5);
+    let mut r = Rig::new(&v12, 0xd01);
+    let flushes = |r: &mut Rig, by, vpid: ProcControls2| {
+        vmcs12(r).set(field::PROC_CONTROLS2, vpid.bits());
+        r.v.nested.as_mut().unwrap().machine.touch_all();
+        assert_eq!(r.go(by), Executed::Entered);
+        let flushes = r.v.attention & attention::FLUSH != 0;
+        r.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        flushes
+    };
+    let (with, without) = (ProcControls2::VPID, ProcControls2::empty());
+    assert!(flushes(&mut r, ExitReason::Vmlaunch, with), "never met before");
+    assert!(!flushes(&mut r, ExitReason::Vmresume, with));
+    assert!(flushes(&mut r, ExitReason::Vmresume, without));
+    assert!(flushes(&mut r, ExitReason::Vmresume, with));
+    assert!(!flushes(&mut r, ExitReason::Vmresume, with));
+}
+
+/// L2 leaves 64-bit mode by itself, and L1 has its EFER loaded but not saved: the next entry has a mode and an EFER that disagree.
+#[test]
+fn a_mode_that_l2_has_changed_is_checked_against_the_efer_that_is_loaded() {
+    use backend::ControlRegisters as _;
+    const SAVE_EFER: u32 = 1 << 20;
+    for saved in [true, false] {
+        let mut v12 = good();
+        let exit = v12.get(field::EXIT_CONTROLS) & !SAVE_EFER;
+        v12.set(field::EXIT_CONTROLS, if saved { exit | SAVE_EFER } else { exit });
+        let mut r = Rig::new(&v12, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |_| {});
+        let efer = r.v.control().efer;
+        r.v.set_efer(efer - (x86::Efer::LMA | x86::Efer::LME));
+        r.enter(ExitReason::Cpuid, |v| v.set(field::GUEST_CS_RIGHTS, 0xc09b));
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        let _ = r.go(ExitReason::Vmresume);
+        let failed = vmcs12(&mut r).get(field::EXIT_REASON) == 0x8000_0021;
+        assert_eq!(failed, !saved, "{:?}", vmcs12(&mut r).get(field::EXIT_QUALIFICATION));
+    }
+}
+
+/// The delivery of INT1 meets L1's tables: L1 is told INT1 and no INT 1, which would ask for the privilege of the gate.
+#[test]
+fn an_int1_that_met_l1s_tables_is_told_as_itself() {
+    use backend::{Event, NestedPaging as _, TablesRefuse};
+    for information in [0x8000_0501, 0x8000_0401] {
+        let mut r = Rig::new(&good(), 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::EptViolation, move |v| v.set(field::IDT_VECTORING, information));
+        let why = TablesRefuse::Violation { qualification: 0x181, linear: None };
+        let undelivered = Some(Event::Software(x86::Vector(1)));
+        let done = r.v.refuse(&mut r.g, x86::Gpa(0x5000), why, undelivered, &r.m);
+        assert_eq!(done, Executed::Left);
+        assert_eq!(vmcs12(&mut r).get(field::IDT_VECTORING), information);
+    }
+}
+
+/// Nobody has HLT exit: the CPU halts L2, and L1 hears of it and may wake L2.
+#[test]
+fn an_l2_that_the_cpu_has_halted_is_told_and_woken() {
+    let mut v12 = good();
+    let halts = v12.get(field::PROC_CONTROLS) & !ProcControls::HLT.bits();
+    v12.set(field::PROC_CONTROLS, halts);
+    let mut r = Rig::new(&v12, 0xd01);
+    r.v.change_proc(ProcControls::HLT, false);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |v| v.set(field::GUEST_ACTIVITY, 1));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(vmcs12(&mut r).get(field::GUEST_ACTIVITY), 1);
+    // L1 wakes it, without a word of the field that says so.
+    vmcs12(&mut r).set(field::GUEST_ACTIVITY, 0);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |v| assert_eq!(v.get(field::GUEST_ACTIVITY), 0));
+}

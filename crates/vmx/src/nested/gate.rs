@@ -119,7 +119,14 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
         if let Some(event) = undelivered {
             // By L2's mode, as when it would have been injected.
-            let information = inject::encode(event, self.cr0);
+            let mut information = inject::encode(event, self.cr0);
+            // INT1 is no INT 1: as that it would ask for the gate's privilege. The event does not tell.
+            let told = self.get(fields::IDT_VECTORING);
+            let int1 =
+                event::VALID | event::PRIVILEGED_SOFT_EXCEPTION | (information & event::VECTOR);
+            if told & (event::VALID | event::TYPE | event::VECTOR) == int1 {
+                information = int1;
+            }
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
                     inject::error_code(&e)

@@ -9,7 +9,7 @@ use nested_vmx::leave::Report;
 use nested_vmx::leave::host::{self, Kept, Registers as HostState};
 use nested_vmx::merge::{self, Flush, Transition};
 use nested_vmx::reflect::{self, Wants};
-use nested_vmx::{EntryFailure, GuestMemory};
+use nested_vmx::{EntryFailure, GuestMemory, checks::guest::activity_state};
 use x86::vmcs::{ENTRY_FAILURE, ExitReason, ProcControls, ProcControls2, field, interruptibility};
 use x86::{Cr0, Cr4, Direction, Efer, Gpa, msr};
 
@@ -166,6 +166,10 @@ impl<C: Cpu> Vmx<C> {
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
         known.activity = report.activity;
+        if !n.l0.primary.contains(ProcControls::HLT) && known.activity == activity_state::ACTIVE {
+            // L0 does not sleep for an L2 whose HLT does not exit: the CPU's own field tells.
+            known.activity = self.get(fields::GUEST_ACTIVITY);
+        }
         n.machine.leave(&block, report, &known, memory);
         // vmcs02 has them in parts only: the bits of L0's own are not in it.
         n.kept_by_l0 = Some((self.cr0, self.cr4));

@@ -80,6 +80,17 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
+    /// L1's threshold follows its priority, which L2 has set: the entry of L1 would be refused.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn lower_threshold_of_l1(&self, priority: u8) {
+        let Some(n) = &self.nested else { return };
+        // vmcs02 is as it was: nothing of it follows from this.
+        if n.other.get(&self.cpu, fields::TPR_THRESHOLD) > priority.into() {
+            n.other.set(&self.cpu, fields::TPR_THRESHOLD, priority.into());
+        }
+    }
+
     /// The TSC of the level that runs, from the host's.
     pub(crate) fn current_tsc(&self) -> Tsc {
         let l1 = self.tsc_of_l1();

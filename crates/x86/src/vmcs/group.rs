@@ -60,6 +60,12 @@ impl Groups {
         Self(self.0 | other.0)
     }
 
+    /// The groups of both sets.
+    #[inline]
+    pub const fn common(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     /// The groups of this set that are not in the other.
     #[inline]
     pub const fn without(self, other: Self) -> Self {
