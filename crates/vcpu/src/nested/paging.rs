@@ -399,7 +399,7 @@ impl<B: Backend> Vcpu<B> {
                     return Ok(());
                 }
                 // L1 may go on behind it without decoding it, as KVM and Xen do with an end of interrupt.
-                why = TablesRefuse::ApicAccess { access: apic, length: decoded.len() as u8 };
+                why = TablesRefuse::ApicAccess { access: apic, length: decoded.len() };
             }
             self.refuse_outside(Gpa(access.gpa), why, undelivered);
             return Ok(());
