@@ -136,20 +136,17 @@ const SELDOM: Groups =
 /// What of other groups is composed anew when a field changes: it is looked at there.
 ///
 /// Without this an entry would go by the new word and have what was composed by the old one: an L2 whose EFER is L1's by
-/// the controls, and its own in the hardware.
+/// the controls, and its own in the hardware. Whose PDPTEs are L2's follows from several words at once: that is looked at by
+/// the entry ([`crate::machine::Machine::finish_entry`]).
 pub(crate) const fn follows(encoding: u32) -> Groups {
     const ENTRY: u32 = field::ENTRY_CONTROLS.encoding();
     const PRIMARY: u32 = field::PROC_CONTROLS.encoding();
     const SECONDARY: u32 = field::PROC_CONTROLS2.encoding();
-    const EFER: u32 = field::GUEST_EFER.encoding();
     match encoding {
-        // EFER, PAT, DR7 and DEBUGCTL are L2's or L1's by these; PDPTEs are copied by the mode.
-        ENTRY => Groups::of(Group::Msrs).union(Groups::of(Group::ControlRegisters)),
-        // Whether the TSC has an offset.
-        PRIMARY => Groups::of(Group::Time),
-        // Whether it is scaled; and whose PDPTEs are L2's: with EPT those of the fields, else those that its CR3 names.
-        SECONDARY => Groups::of(Group::Time).union(Groups::of(Group::ControlRegisters)),
-        EFER => Groups::of(Group::ControlRegisters),
+        // EFER, PAT, DR7 and DEBUGCTL are L2's or L1's by these.
+        ENTRY => Groups::of(Group::Msrs),
+        // Whether the TSC has an offset, and whether it is scaled.
+        PRIMARY | SECONDARY => Groups::of(Group::Time),
         _ => Groups::NONE,
     }
 }
@@ -158,14 +155,15 @@ pub(crate) const fn follows(encoding: u32) -> Groups {
 pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     // First, and at each entry: an event is injected once, so that no group tells whether there is one.
     inject(v, to);
+    let mut wakes = dirty.has(Group::Controls);
     if dirty.has(Group::Flow) {
         flow(v, to);
-        // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active. Only an HLT that does not exit,
-        // or did not before these controls, leaves it in another state.
-        let halts = !(l0.primary | v.primary()).contains(ProcControls::HLT);
-        if halts || dirty.has(Group::Controls) {
-            to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
-        }
+        wakes |= !(l0.primary | v.primary()).contains(ProcControls::HLT);
+    }
+    // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active. Only an HLT that does not exit leaves it
+    // in another state, and L1 is told of none: it is active again where L1 sets its flow, or its HLT has an exit now.
+    if wakes {
+        to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
     }
     // Segments and SYSENTER MSRs are nearly never dirty: L2's own are still in vmcs02.
     if dirty.has(Group::Segments) {

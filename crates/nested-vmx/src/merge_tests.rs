@@ -200,6 +200,8 @@ fn activity_is_l0s_to_wait_in() {
     assert!(!composed(&l0(), &v, flow).wrote(field::GUEST_ACTIVITY));
     // One that does not, or did not under the controls before, leaves another.
     assert!(active(&composed(&l0(), &v, flow.union(Groups::of(Group::Controls)))));
+    // Whatever flow L1 sets later: that comes with an HLT that exits.
+    assert!(active(&composed(&l0(), &v, Groups::of(Group::Controls))));
     let mut idle = l0();
     idle.primary.remove(ProcControls::HLT);
     set!(v, PROC_CONTROLS = 0);

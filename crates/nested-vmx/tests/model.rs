@@ -5,6 +5,8 @@
 //! `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-nested-vmx --test model long -- --nocapture` runs long, and
 //! says what it did.
 
+#[path = "model/composed.rs"]
+mod composed;
 #[path = "model/enlightened.rs"]
 mod enlightened;
 #[path = "model/pair.rs"]

@@ -133,6 +133,11 @@ impl Machine {
         // The whole capabilities, with an enlightened VMCS too: the guest's rules ask for none that such a VMCS lacks.
         let (v, c) = (&self.vmcs12, &self.capabilities);
         let checked = if self.checks_whole_guest() {
+            // By the words they are composed or not: where one has changed the fields may hold those of another mode, or
+            // those that an L2 without EPT had by its CR3.
+            if self.dirty.has(Group::Controls) && checks::guest::is_pae(v) {
+                self.dirty.add(Group::ControlRegisters);
+            }
             checks::guest::check(v, c, limits, self.current, memory)
         } else {
             checks::guest::check_flow(v, c, limits)

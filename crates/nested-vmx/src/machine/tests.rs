@@ -389,16 +389,34 @@ fn what_is_composed_by_a_word_follows_when_the_word_alone_changes() {
     }
 }
 
+/// Whose PDPTEs are L2's follows from more than one word, and from none of their own group: each of them alone.
 #[test]
-fn a_mode_that_changes_alone_has_control_registers_composed_anew() {
-    for (field, bit) in [(0x4012, 1 << 9), (0x401e, 1 << 1), (0x2806, 1 << 8)] {
+fn pdptes_are_composed_anew_where_a_word_alone_makes_them_l2s() {
+    let on = u64::from(good().get(field::PROC_CONTROLS)) | 1 << 31;
+    let pae = [(0x4012, 0x91fb), (0x2806, 0), (0x4816, 0xc09b), (0x6802, 0x5000), (0x201a, 0x601e)];
+    for (before, words) in [
+        // EPT by the secondary controls, by their activation, and PAE paging by the entry controls.
+        ([(0x4002, on), (0x401e, 0)], &[(0x401e, 2)][..]),
+        ([(0x4002, on & !(1 << 31)), (0x401e, 2)], &[(0x4002, on)]),
+        ([(0x4002, on), (0x401e, 2)], &[(0x4012, 0x11fb), (0x4816, 0xc09b)]),
+    ] {
         let mut guest = Guest::with_vmcs();
-        guest.machine.dirty = Groups::NONE;
-        let Ok(Then::Register(_, value)) = guest.read(field) else { panic!("{field:#x}") };
-        guest.write(field, value).unwrap();
-        assert!(guest.machine.dirty().is_empty(), "{field:#x}");
-        guest.write(field, value ^ bit).unwrap();
-        assert!(guest.machine.dirty().has(Group::ControlRegisters), "{field:#x}");
+        let legacy = words.len() == 1;
+        let pae = pae.iter().filter(|_| legacy);
+        for (field, value) in before.iter().chain(pae).chain(&[(0x201a, 0x601e)]) {
+            guest.write(*field, *value).unwrap();
+        }
+        let known = if legacy { &LEGACY } else { &KNOWN };
+        let mut hardware = Vmcs02::new();
+        round_trip_of(&mut guest, &mut hardware, Instruction::Vmlaunch, known);
+        // L1 has asked for a register of L2's; without EPT these are none of those that it gets.
+        guest.machine.fetch(&hardware, known, guest.machine.behind());
+        hardware.put(field::GUEST_PDPTE1, 0x9001);
+        for (field, value) in words {
+            guest.write(*field, *value).unwrap();
+        }
+        round_trip_of(&mut guest, &mut hardware, Instruction::Vmresume, &LEGACY);
+        assert_eq!(hardware.has(field::GUEST_PDPTE1), 0, "{words:x?}");
     }
 }
 
