@@ -1,6 +1,8 @@
 //! What the hardware takes: the model refuses every operand that a real CPU answers with a fault, which in
 //! the kernel would be the host's end.
 //!
+//! [`syscall`] is of another kind: the CPU would take it, and the host would leak.
+//!
 //! Each function names the reason. The models call [`demand`] for every instruction of the traits
 //! that has an operand, so that a test which merely comes past a bad write fails there.
 //!
@@ -10,7 +12,7 @@
 use x86::{
     Cr0, Cr4, Dr6, Efer, Hpa, Rflags, Xcr0, msr,
     reg::is_canonical,
-    vmcb::{self, Intercept4, Vmcb},
+    vmcb::{self, Clean, Intercept4, Vmcb, VmcbSegment},
     vmcs::{ProcControls, ProcControls2, event, field, interruptibility, invept, invvpid},
 };
 
@@ -201,6 +203,66 @@ pub fn vmrun(block: &Vmcb) -> Legal {
     svm_event(control.event_inj)
 }
 
+/// What a CPU keeps of a control block, by clean bits.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept {
+    intercepts: ([u32; 6], [u16; 2], u64),
+    maps: [u64; 2],
+    asid: u32,
+    virtual_interrupts: [u32; 2],
+    paging: [u64; 3],
+    control_registers: [u64; 4],
+    debug_registers: [u64; 2],
+    tables: [VmcbSegment; 2],
+    segments: ([VmcbSegment; 4], u8),
+    cr2: u64,
+    branches: [u64; 6],
+}
+
+impl Kept {
+    /// What it keeps of this block.
+    pub fn of(block: &Vmcb) -> Self {
+        let (c, s) = (&block.control, &block.save);
+        let [es, cs, ss, ds, _, _, gdt, _, idt, _] = s.segments;
+        let pause = [c.pause_filter_thresh, c.pause_filter_count];
+        let records = [s.br_from, s.br_to, s.last_excp_from, s.last_excp_to];
+        let [a, b, d, e] = records;
+        Self {
+            intercepts: (c.intercepts, pause, c.tsc_offset),
+            maps: [c.iopm_base_pa, c.msrpm_base_pa],
+            asid: c.asid,
+            virtual_interrupts: [c.int_ctl, c.int_vector],
+            paging: [c.np_ctl, c.ncr3, s.g_pat],
+            control_registers: [s.cr0, s.cr3, s.cr4, s.efer],
+            debug_registers: [s.dr6, s.dr7],
+            tables: [gdt, idt],
+            segments: ([es, cs, ss, ds], s.cpl),
+            cr2: s.cr2,
+            branches: [c.virt_ext, s.dbgctl, a, b, d, e],
+        }
+    }
+
+    /// VMRUN of a block of which the CPU keeps this: what is called clean it does not read again, so that a change is lost.
+    pub fn vmrun(&self, block: &Vmcb) -> Legal {
+        let (now, clean) = (Self::of(block), Clean::from_bits_retain(block.control.clean));
+        let stale = |group, changed: bool| changed && clean.contains(group);
+        unless(stale(Clean::INTERCEPTS, self.intercepts != now.intercepts), "intercepts, clean")?;
+        unless(stale(Clean::PERM_MAP, self.maps != now.maps), "maps, clean")?;
+        unless(stale(Clean::ASID, self.asid != now.asid), "an ASID, clean")?;
+        let changed = self.virtual_interrupts != now.virtual_interrupts;
+        unless(stale(Clean::INTR, changed), "virtual interrupts, clean")?;
+        unless(stale(Clean::NPT, self.paging != now.paging), "nested paging, clean")?;
+        let changed = self.control_registers != now.control_registers;
+        unless(stale(Clean::CR, changed), "control registers, clean")?;
+        let changed = self.debug_registers != now.debug_registers;
+        unless(stale(Clean::DR, changed), "debug registers, clean")?;
+        unless(stale(Clean::DT, self.tables != now.tables), "descriptor tables, clean")?;
+        unless(stale(Clean::SEG, self.segments != now.segments), "segments, clean")?;
+        unless(stale(Clean::CR2, self.cr2 != now.cr2), "CR2, clean")?;
+        unless(stale(Clean::LBR, self.branches != now.branches), "branch records, clean")
+    }
+}
+
 fn svm_event(bits: u64) -> Legal {
     use vmcb::event::*;
     if bits & VALID == 0 {
@@ -284,6 +346,13 @@ pub fn vmcs_field(encoding: u32, value: u64, limits: &Limits) -> Legal {
         field::GUEST_IDTR_BASE.encoding(),
     ];
     if bases.contains(&encoding) { canonical(value, limits) } else { Ok(()) }
+}
+
+/// An entry with SYSCALL enabled while LSTAR is the host's: the guest would be led to the host's own entry, and read its
+/// address.
+pub fn syscall(guest: u64, lstar: u64, of_host: u64) -> Legal {
+    let usable = Efer::from_bits_retain(guest).contains(Efer::SCE | Efer::LMA);
+    unless(usable && lstar == of_host, "SYSCALL is the guest's, and LSTAR the host's")
 }
 
 /// VM entry: behind STI and MOV SS a single step is pending exactly if the guest steps (SDM vol. 3C §27.3.1.5).

@@ -107,6 +107,8 @@ pub struct Model {
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
     /// Entries in a row that each ended in the delivery of an event, in one stay of interrupts off.
     held_off: u32,
+    /// By control block: what the CPU keeps of it.
+    kept: HashMap<Hpa, legal::Kept>,
     /// By ASID: the control block under which its translations were made.
     asids: HashMap<u32, Hpa>,
     /// What of operands this CPU takes.
@@ -137,6 +139,7 @@ impl Default for Model {
             pages: HashMap::new(),
             cpuid: None,
             held_off: 0,
+            kept: HashMap::new(),
             asids: HashMap::new(),
             limits: Limits::default(),
             vmx: Default::default(),
@@ -174,6 +177,14 @@ impl Model {
     /// The host takes its interrupts.
     fn interrupts_taken(&mut self) {
         self.held_off = 0;
+    }
+
+    /// What SYSCALL of the guest's leads to is not the host's.
+    fn demand_own_syscall(&mut self, efer: u64) {
+        let (mut host, mut now) = (self.host, self.moved);
+        if let (Some(now), Some(host)) = (now.slot(LSTAR), host.slot(LSTAR)) {
+            demand(format_args!("entry"), legal::syscall(efer, *now, *host));
+        }
     }
 
     /// The kernel can run: its per-CPU data and its stacks are found.
@@ -293,6 +304,10 @@ impl Cpu for Model {
         assert!(!self.gif, "VMRUN with GIF set");
         demand(format_args!("VMRUN {:#x}", at.0), legal::page(at, &self.limits));
         demand(format_args!("VMRUN"), legal::vmrun(vmcb));
+        self.demand_own_syscall(vmcb.save.efer);
+        if let Some(kept) = self.kept.remove(&at) {
+            demand(format_args!("VMRUN {:#x}", at.0), kept.vmrun(vmcb));
+        }
         for value in [spec.guest, spec.host] {
             let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
@@ -316,6 +331,7 @@ impl Cpu for Model {
                 3 => drop(self.asids.remove(&asid)),
                 _ => {}
             }
+            self.kept.insert(at, legal::Kept::of(vmcb));
             let owner = *self.asids.entry(asid).or_insert(at);
             assert_eq!(owner, at, "entry with ASID {asid}, which has another block's translations");
         }

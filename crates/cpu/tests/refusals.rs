@@ -267,3 +267,70 @@ fn a_pointer_is_forgotten_where_the_vcpu_comes_to() {
     refuses("no INVEPT of it there", moves(None));
     refuses("no INVEPT of it there", moves(Some((invept::SINGLE, 0x601e))));
 }
+
+/// One VMRUN of the block, and an exit.
+fn run(c: &mut Model, block: &mut Vmcb) {
+    c.gif = false;
+    c.then(|_, _| {});
+    c.vmrun(block, Hpa(0x1000), &mut Gprs::default(), SpecCtrl::default());
+}
+
+/// A guest with SYSCALL, and the host's LSTAR: by either kind of entry.
+#[test]
+fn syscall_that_leads_to_the_host() {
+    let syscall = 0x501;
+    for (efer, own) in [(syscall, false), (syscall, true), (0x500, false), (1, false)] {
+        let plant = move |c: &mut Model| {
+            if own {
+                c.wrmsr(msr::LSTAR, 0x1234);
+            }
+            c.vmptrld(Hpa(0x1000));
+            c.vmwrite(field::ENTRY_CONTROLS.encoding(), 1 << 15);
+            c.vmwrite(field::GUEST_EFER.encoding(), efer);
+            c.vmwrite(field::GUEST_RFLAGS.encoding(), 2);
+            c.vmx.then(|_, _| {});
+            c.vmx_enter(&mut Gprs::default(), &mut VmxSwitch::default());
+        };
+        if efer == syscall && !own {
+            refuses("LSTAR the host's", plant);
+        } else {
+            takes(plant);
+        }
+    }
+    refuses("LSTAR the host's", |c| {
+        let mut block = a_block();
+        block.save.efer = (x86::Efer::SVME | x86::Efer::SCE | x86::Efer::LMA).bits();
+        run(c, &mut block);
+    });
+}
+
+/// What a block calls clean the CPU takes from what it keeps of it.
+#[test]
+fn a_change_that_is_called_clean() {
+    type Change = fn(&mut Vmcb);
+    let changes: [(&str, u32, Change); 11] = [
+        ("intercepts", 0, |b| b.control.tsc_offset = 1),
+        ("maps", 1, |b| b.control.msrpm_base_pa = 0x5000),
+        ("an ASID", 2, |b| b.control.asid = 2),
+        ("virtual interrupts", 3, |b| b.control.int_vector = 1),
+        ("nested paging", 4, |b| b.save.g_pat = 1),
+        ("control registers", 5, |b| b.save.cr3 = 0x1000),
+        ("debug registers", 6, |b| b.save.dr7 = 1),
+        ("descriptor tables", 7, |b| b.save.segments[6].base = 1),
+        ("segments", 8, |b| b.save.segments[1].base = 1),
+        ("CR2", 9, |b| b.save.cr2 = 1),
+        ("branch records", 10, |b| b.control.virt_ext = 1),
+    ];
+    for (what, bit, change) in changes {
+        for clean in [1 << bit, !(1 << bit)] {
+            let plant = move |c: &mut Model| {
+                let mut block = a_block();
+                run(c, &mut block);
+                change(&mut block);
+                block.control.clean = clean;
+                run(c, &mut block);
+            };
+            if clean == 1 << bit { refuses(&format!("{what}, clean"), plant) } else { takes(plant) }
+        }
+    }
+}

@@ -5,7 +5,7 @@
 mod rig;
 
 use backend::{Gprs, RAX, RBX, RCX, RDX, RSP};
-use cpu::{Cpu, ModelVmcs, Op};
+use cpu::{Cpu, Model, ModelVmcs, Op};
 use gannet_vcpu::{By, RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::{VmxVcpu, cost_of, exit, reads_and_writes, shutdown, vcpu};
@@ -146,14 +146,18 @@ fn leaving_the_loop_reloads_no_vmcs_and_writes_only_what_differs() {
 fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
     const LSTAR: u32 = 0xc000_0082;
     const OUTSIDE: u64 = 0x1234 << 16;
-    const HOST: u64 = 0;
-    let guest = |lstar| {
+    const STAR: u32 = 0xc000_0081;
+    const MASK: u32 = 0xc000_0084;
+    let of_host = |msr| Model::default().rdmsr(msr);
+    let guest = |syscall| {
         let mut v = vcpu();
         let mut s = v.sregs();
-        (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, LONG_MODE.0 | Efer::SCE);
+        (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, LONG_MODE.0 | syscall);
         s.cs.attr = LONG_MODE.1 as u16;
         v.set_sregs(&s, None).unwrap();
-        v.write_msr(LSTAR, lstar, By::Vmm).unwrap();
+        v.write_msr(STAR, of_host(STAR), By::Vmm).unwrap();
+        v.write_msr(MASK, of_host(MASK), By::Vmm).unwrap();
+        v.write_msr(LSTAR, 0x1234_5678, By::Vmm).unwrap();
         v
     };
     // WRMSRs of two runs that end with a port access: at once, and after five interrupts.
@@ -171,15 +175,15 @@ fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
             v.backend().cpu().counts().since(&before).of(Op::Wrmsr)
         })
     };
-    let [at_once, after_five] = writes(&mut guest(HOST));
+    let [at_once, after_five] = writes(&mut guest(Efer::empty()));
     assert_eq!(test::user_return_watches(), 0);
-    let mut v = guest(0x1234_5678);
+    let mut v = guest(Efer::SCE);
     // There and back; and there once, until the kernel calls.
     assert_eq!(writes(&mut v), [at_once + 2, after_five + 1]);
     assert_eq!(test::user_return_watches(), 1);
     assert_eq!(v.backend().cpu().rdmsr(LSTAR), 0x1234_5678);
     percpu::user_return(v.backend().cpu(), host::smp::cpu_id());
-    assert_eq!(v.backend().cpu().rdmsr(LSTAR), HOST);
+    assert_eq!(v.backend().cpu().rdmsr(LSTAR), of_host(LSTAR));
 }
 
 /// SWAPGS does not exit. Whoever reads what it left reads the CPU's: the loop is left for that.

@@ -32,8 +32,8 @@ fn flushes(counts: &Counts) -> (u64, u64) {
 #[test]
 fn a_cpu_is_made_to_forget_when_a_vcpu_comes_to_it_and_not_again() {
     let mut v = vcpu();
-    // A VPID that was never used needs no INVVPID.
-    assert_eq!(flushes(&run(&mut v)), (1, 0));
+    // The first VPID since VMX is on: whoever had the CPU before may have used any.
+    assert_eq!(flushes(&run(&mut v)), (1, 1));
     // A shutdown resets the registers: what linear addresses mean has changed.
     let invvpids = flushes(&run(&mut v));
     assert_eq!(invvpids.0, 0);

@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use backend::Gprs;
 use x86::{
     Cr0, Cr4, Hpa,
-    vmcs::{Field, PinControls, ProcControls2, Width, event, field, invept},
+    vmcs::{EntryControls, Field, PinControls, ProcControls2, Width, event, field, invept},
 };
 
 use crate::{
@@ -251,6 +251,9 @@ impl VmxCpu for Model {
                 tpr,
             );
             demand(format_args!("entry with priority {tpr:#x}"), threshold);
+        }
+        if fields.get(field::ENTRY_CONTROLS) & EntryControls::LOAD_EFER.bits() != 0 {
+            self.demand_own_syscall(fields.get(field::GUEST_EFER));
         }
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);

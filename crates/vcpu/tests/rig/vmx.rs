@@ -69,9 +69,17 @@ pub fn vm() -> VmRef {
     vm
 }
 
-fn bare_vm_of(features: Features, tables: Format) -> VmRef {
+/// A CPU of this test's own, with VMX on, whose host has what each model's host has.
+fn prepare(features: Features) {
     claim_cpu();
     percpu::set_up(features, CPUS).unwrap();
+    let mut model = Model::default();
+    model.cpuid = Some(host_cpuid);
+    percpu::enable(&mut model, host::smp::cpu_id()).unwrap();
+}
+
+fn bare_vm_of(features: Features, tables: Format) -> VmRef {
+    prepare(features);
     let limits = HostLimits { tables, maxphyaddr: 48, halt_poll_ns: 0, paging: Default::default() };
     Vm::new(&limits).unwrap()
 }
@@ -120,8 +128,7 @@ pub fn vcpu_without_apic(features: Features, offered: Offered) -> (VmxVcpu, VmRe
 pub fn shadow_vcpu() -> (VmxVcpu, VmRef) {
     let mut features = Features { ept: false, ept_dirty: false, ..features() };
     features.secondary.base.remove(ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST);
-    claim_cpu();
-    percpu::set_up(features, CPUS).unwrap();
+    prepare(features);
     let paging = vm::vm::Paging { tdp: false, keep_roots: true };
     let tables = Format::npt(4, 0);
     let vm = Vm::new(&HostLimits { tables, maxphyaddr: 48, halt_poll_ns: 0, paging }).unwrap();

@@ -148,6 +148,7 @@ impl Rig {
         {
             model.wrmsr(at, value);
         }
+        model.host = model.moved;
         let mut c = Counting::new(model);
         percpu::enable(&mut c, 0).unwrap();
         let mut v = Vmx::new(c, f).unwrap();
@@ -354,6 +355,33 @@ fn an_entry_that_fails_leaves_no_lstar_of_the_hosts() {
     // L1 runs with SCE from here on.
     r.enter(ExitReason::Hlt, |v| assert_eq!(v.get(field::GUEST_EFER), 0xd01));
     assert_eq!(r.v.cpu().rdmsr(msr::LSTAR), 0x1234);
+}
+
+/// L1 takes "load IA32_EFER" from L2's VMCS, whose SCE L1 itself has not: the CPU has the host's LSTAR then, which L2's SYSCALL
+/// would lead to. The model CPU refuses an entry with the one and the other.
+#[test]
+fn an_l2_without_an_efer_of_its_own_has_no_lstar_of_the_hosts() {
+    let mut v12 = good();
+    let loads = EntryControls::LOAD_PAT | EntryControls::LOAD_DEBUG | EntryControls::LOAD_EFER;
+    let saves = ExitControls::SAVE_PAT | ExitControls::SAVE_DEBUG | ExitControls::SAVE_EFER;
+    let entry = v12.get(field::ENTRY_CONTROLS) | loads.bits();
+    let exit = v12.get(field::EXIT_CONTROLS) | saves.bits();
+    set!(v12, ENTRY_CONTROLS = entry, EXIT_CONTROLS = exit, HOST_EFER = 0xd00);
+    let mut r = Rig::new(&v12, 0xd00);
+    r.v.set_msr(msr::LSTAR, 0x1234).unwrap();
+    r.settle();
+    r.enter(ExitReason::Cpuid, |v| assert_eq!(v.get(field::GUEST_EFER), 0xd01));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    // The thread has been to user space.
+    r.leave_loop();
+    percpu::user_return(r.v.cpu(), 0);
+    r.come_to(0);
+    let entry = entry & !EntryControls::LOAD_EFER.bits();
+    (r.g.0[0], r.g.0[2]) = (entry.into(), field::ENTRY_CONTROLS.encoding().into());
+    r.enter(ExitReason::Vmwrite, |v| v.set(field::INSTRUCTION_INFO, 1 << 10 | 2 << 28));
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |v| assert_eq!(v.get(field::GUEST_EFER) & 1, 0));
 }
 
 /// L2 sets CR4.OSXSAVE and CR0.CD by itself, exits, and is resumed with nothing changed.
