@@ -5,7 +5,7 @@
 //! current, VMRESUME of a VMCS that was cleared, a VMCS that is current on no CPU used.
 
 use core::cell::{Cell, RefCell};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 use backend::Gprs;
 use x86::{
@@ -25,6 +25,14 @@ use super::Model;
 pub struct ModelVmcs(HashMap<u32, u64>);
 
 impl ModelVmcs {
+    /// The fields that this one and another have otherwise: encoding, and both values.
+    pub fn differences(&self, other: &Self) -> Vec<(u32, u64, u64)> {
+        let all: BTreeSet<u32> = self.0.keys().chain(other.0.keys()).copied().collect();
+        let value = |of: &Self, at: u32| of.0.get(&at).copied().unwrap_or(0);
+        let both = all.into_iter().map(|at| (at, value(self, at), value(other, at)));
+        both.filter(|(_, one, another)| one != another).collect()
+    }
+
     /// The value of a field of the current VMCS.
     pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
         W::from_raw(self.0.get(&field.encoding()).copied().unwrap_or(0))

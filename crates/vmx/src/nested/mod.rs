@@ -38,6 +38,8 @@ mod smm;
 mod switch;
 mod tables;
 mod timer;
+#[cfg(test)]
+mod twin_tests;
 
 use backend::{
     Claim, Enlightenment, Event, Executed, FlushTold, Gate, Gprs, Injection, L1Memory, Level,

@@ -246,7 +246,7 @@ impl Rig {
     }
 
     /// L1 executes VMWRITE, which the shadow VMCS serves: no exit.
-    fn l1_vmwrite(&mut self, encoding: u32, value: u64) {
+    pub(super) fn l1_vmwrite(&mut self, encoding: u32, value: u64) {
         let (mirror, own) = (self.mirror(), self.v.vmcs.hpa());
         let n = self.v.nested.as_ref().unwrap();
         assert!(n.shadow.as_ref().unwrap().serves);
