@@ -23,6 +23,7 @@ use x86::apic::lvt;
 
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
 use crate::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+use countdown::MIN_PERIOD_NS;
 
 /// How long before a guarded deadline the host timer fires: what the owner needs to look whether there is a
 /// later one. It waits for the rest of that time.
@@ -483,8 +484,10 @@ impl Lapic {
             let next = if self.periodic() && period != 0 {
                 // Keeps the phase. Periods that passed unheard are one interrupt, as one IRR bit
                 // would have made them.
+                // Never shorter than a guest gets, whoever wrote it, and never the mark of a deadline.
+                let period = period.max(MIN_PERIOD_NS);
                 let periods = (now_ns - expiry) / period + 1;
-                expiry.saturating_add(periods.saturating_mul(period))
+                expiry.saturating_add(periods.saturating_mul(period)).min(BY_TSC - 1)
             } else {
                 0
             };

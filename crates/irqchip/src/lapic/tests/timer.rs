@@ -192,6 +192,30 @@ fn going_from_one_shot_to_periodic_lets_the_count_go_on() {
     assert_eq!(lapic.sw_timer_expired(NOW + 1_000_000).rearm, Some(NOW + 2_000_000));
 }
 
+/// A one-shot is as short as its guest likes, a period is not, however the timer came to it.
+#[test]
+fn no_way_to_a_period_is_shorter_than_the_shortest() {
+    let lapic = xapic(0);
+    let _ = lapic.write(TDCR, 0b1011);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    let _ = count(&lapic, 1_000, NOW);
+    let _ = lapic.timer_update(change(lapic.write(LVT_TIMER, PERIODIC | VECTOR)), NOW + 1);
+    assert_eq!(lapic.sw_timer_expired(NOW + 2_000).rearm, Some(NOW + 201_000));
+    assert_eq!(lapic.sw_timer_expired(NOW + 201_000).rearm, Some(NOW + 401_000));
+}
+
+/// The fourth mode is none: a deadline ends with its mode, and no count becomes one.
+#[test]
+fn the_reserved_mode_has_no_deadline() {
+    let lapic = deadline_apic();
+    let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
+    let _ = lapic.timer_update(change(lapic.write(LVT_TIMER, 3 << 17 | VECTOR)), NOW);
+    assert_eq!(lapic.next_expiry(), Expiry::Never);
+    let _ = count(&lapic, 1_000, NOW);
+    let _ = lapic.timer_update(change(lapic.write(LVT_TIMER, 2 << 17 | VECTOR)), NOW);
+    assert_eq!(lapic.next_expiry(), Expiry::Never);
+}
+
 #[test]
 fn a_changed_tsc_moves_an_armed_deadline() {
     let lapic = deadline_apic();
@@ -214,6 +238,15 @@ fn far_deadlines_and_slow_clocks_do_not_overflow() {
     let _ = lapic.write(TDCR, 0b1010);
     let _ = count(&lapic, u32::MAX, u64::MAX - 5);
     let _ = current(&lapic, 0);
+    // The longest period there is, and a host that has been up for a while: no deadline of the TSC's.
+    let lapic = xapic(0);
+    lapic.set_bus_cycle_ns(1 << 25);
+    let _ = lapic.write(TDCR, 0b1010);
+    let _ = lapic.write(LVT_TIMER, PERIODIC | VECTOR);
+    let _ = lapic.timer_restore(u32::MAX, 1, 0b1010, 1 << 40);
+    let Expiry::Ns(first) = lapic.next_expiry() else { panic!() };
+    let _ = lapic.sw_timer_expired(first);
+    assert!(matches!(lapic.next_expiry(), Expiry::Ns(_)));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::atomic::Ordering::*;
 use crate::lapic::{Lapic, LocalVector};
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
-const MIN_PERIOD_NS: u64 = 200_000;
+pub(super) const MIN_PERIOD_NS: u64 = 200_000;
 
 /// What the divide configuration register divides by (SDM vol. 3A figure 10-10).
 const fn divisor(register: u32) -> u32 {
@@ -62,8 +62,15 @@ impl Lapic {
             TimerChange::Mode { old } => {
                 // Between one-shot and periodic the count goes on; to and from TSC-deadline mode
                 // it is disarmed.
-                if (old ^ self.lvt(LocalVector::Timer)) & lvt::TIMER_DEADLINE != 0 {
+                // The whole mode: the reserved one is no deadline's either.
+                let was_deadline = old & lvt::TIMER_MODE == lvt::TIMER_DEADLINE;
+                if was_deadline != self.tsc_deadline_mode() {
                     self.timer.stop();
+                }
+                // What a one-shot counted may be as short as it liked.
+                let period = self.timer.period_ns.load(Relaxed);
+                if self.periodic() && period != 0 {
+                    self.timer.period_ns.store(period.max(MIN_PERIOD_NS), Relaxed);
                 }
                 TimerOp::Leave
             }
