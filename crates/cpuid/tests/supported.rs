@@ -130,7 +130,7 @@ fn kvm_signs_its_leaf_and_offers_only_what_is_served() {
 
     let facts = HostFacts { pv_features: !(1 << 5), ..HostFacts::default() };
     let fewer = Supported::read(amd, &facts).expect("a table");
-    assert!(!fewer.has(feature::KVM_STEAL_TIME) && !fewer.has(feature::KVM_PV_UNHALT));
+    assert!(!fewer.has(feature::KVM_STEAL_TIME) && !fewer.has(feature::KVM_PV_TLB_FLUSH));
     assert!(fewer.has(feature::KVM_CLOCKSOURCE2));
 }
 

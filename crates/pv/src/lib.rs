@@ -28,7 +28,7 @@ pub use hypercall::{Hypercall, Registers};
 pub use ipi::SendIpi;
 pub use lazy_deadline::LazyDeadline;
 pub use msr::{Gp, PvMsr};
-pub use steal::StealTime;
+pub use steal::{SharedTake, StealTime};
 pub use vm_clock::{ClockData, HostTime, VmClock};
 
 /// A structure in guest memory, shared with the running guest.
@@ -100,6 +100,15 @@ pub(crate) mod guest_memory {
         pub fn new(size: usize) -> Self {
             let bytes = RefCell::new(std::vec![0; size]);
             Self { bytes, stores: RefCell::default(), loads: RefCell::default() }
+        }
+    }
+
+    impl crate::SharedTake for Memory {
+        fn take(&self, offset: usize) -> Result<u8, Self::Error> {
+            let mut old = [0];
+            self.read(offset, &mut old)?;
+            self.write(offset, &[0])?;
+            Ok(old[0])
         }
     }
 

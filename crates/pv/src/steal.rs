@@ -26,8 +26,9 @@ pub struct StealPage {
 }
 const _: () = assert!(size_of::<StealPage>() == 64);
 
-/// `preempted`: the vCPU is not running; do not spin for it.
-pub const PREEMPTED: u8 = 1 << 0;
+/// `preempted`: another vCPU, which found it set, leaves it to the host to flush this one's TLB before it runs (`cpuid.rst`,
+/// KVM_FEATURE_PV_TLB_FLUSH).
+const FLUSH: u8 = 1 << 1;
 
 const STEAL: usize = core::mem::offset_of!(StealPage, steal);
 const VERSION: usize = core::mem::offset_of!(StealPage, version);
@@ -39,14 +40,22 @@ pub struct StealTime {
     page: Option<Gpa>,
     /// The thread's time in the run queue when it was last accounted.
     last_run_delay_ns: u64,
-    preempted: bool,
+    /// Nobody has looked at `preempted` since the page was named. It is never set here, and a guest that comes from another host may
+    /// have it set, and rely on it.
+    unseen: bool,
+}
+
+/// A structure in guest memory of which bytes can be taken while other CPUs write them.
+pub trait SharedTake: Shared {
+    /// Replaces a byte by 0 at once; what it was.
+    fn take(&self, offset: usize) -> Result<u8, Self::Error>;
 }
 
 impl StealTime {
     /// A valid write of the MSR. Time is counted from now on: `run_delay_ns` is the thread's time
     /// in the run queue so far.
     pub fn configure(&mut self, page: Option<Gpa>, run_delay_ns: u64) {
-        *self = Self { page, last_run_delay_ns: run_delay_ns, preempted: false };
+        *self = Self { page, last_run_delay_ns: run_delay_ns, unseen: page.is_some() };
     }
 
     /// Where the page is, if the guest enabled it.
@@ -58,7 +67,25 @@ impl StealTime {
     /// Whether [`update`](Self::update) has something to say.
     #[inline]
     pub fn outdated(&self, run_delay_ns: u64) -> bool {
-        self.page.is_some() && (self.preempted || run_delay_ns != self.last_run_delay_ns)
+        self.page.is_some() && run_delay_ns != self.last_run_delay_ns
+    }
+
+    /// Where a page is whose `preempted` nobody has looked at yet.
+    #[inline]
+    pub fn unseen(&self) -> Option<Gpa> {
+        if self.unseen { self.page } else { None }
+    }
+
+    /// The vCPU runs: says so to the others. Whether one of them has left it to the host to flush its TLB. Before the first entry
+    /// behind [`configure`](Self::configure).
+    ///
+    /// # Errors
+    /// Those of the memory; it is still to be done then.
+    pub fn take_flush<S: SharedTake>(&mut self, shared: &S) -> Result<bool, S::Error> {
+        // At once: who finds it clear sends an interrupt, and who came before is served.
+        let flush = shared.take(PREEMPTED_AT)? & FLUSH != 0;
+        self.unseen = false;
+        Ok(flush)
     }
 
     /// The thread runs again and is about to enter the guest.
@@ -66,9 +93,6 @@ impl StealTime {
     /// # Errors
     /// Those of the memory; the time is accounted at the next update then.
     pub fn update<S: Shared>(&mut self, shared: &S, run_delay_ns: u64) -> Result<(), S::Error> {
-        // Outside the version's window: who spins for this vCPU reads this byte alone.
-        shared.write(PREEMPTED_AT, &[0])?;
-        self.preempted = false;
         // Wraps when another thread runs the vCPU than before, with less time to its account. Stock
         // KVM's sum steps back then, too.
         let stolen = run_delay_ns.wrapping_sub(self.last_run_delay_ns);
@@ -78,20 +102,6 @@ impl StealTime {
         })?;
         // Last: what could not be written is counted the next time.
         self.last_run_delay_ns = run_delay_ns;
-        Ok(())
-    }
-
-    /// The thread is being scheduled out, not of its own will.
-    ///
-    /// # Errors
-    /// Those of the memory.
-    pub fn mark_preempted<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
-        // Asked at each time that the thread is scheduled out; the byte is there already.
-        if self.preempted {
-            return Ok(());
-        }
-        shared.write(PREEMPTED_AT, &[PREEMPTED])?;
-        self.preempted = true;
         Ok(())
     }
 }
@@ -118,14 +128,16 @@ mod tests {
     }
 
     #[test]
-    fn preempted_shows_from_put_to_load() {
-        let (memory, mut steal) = (Memory::new(64), StealTime::default());
-        steal.configure(Some(Gpa(0x40)), 0);
-        steal.mark_preempted(&memory).unwrap();
-        assert_eq!(page(&memory).preempted, PREEMPTED);
-        assert!(steal.outdated(0));
-        steal.update(&memory, 0).unwrap();
-        assert_eq!(page(&memory).preempted, 0);
+    fn what_another_host_has_left_is_taken_once() {
+        const PREEMPTED: u8 = 1;
+        for (left, flush) in [(0, false), (PREEMPTED, false), (PREEMPTED | FLUSH, true)] {
+            let (memory, mut steal) = (Memory::new(64), StealTime::default());
+            memory.write(PREEMPTED_AT, &[left]).unwrap();
+            steal.configure(Some(Gpa(0x40)), 0);
+            assert_eq!(steal.unseen(), Some(Gpa(0x40)));
+            assert_eq!(steal.take_flush(&memory).unwrap(), flush);
+            assert_eq!((page(&memory).preempted, steal.unseen()), (0, None));
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use host::{clock, task};
 use mmu::Section;
 use msr::By;
 use pv::{
-    PvEoi, Shared, StealTime,
+    PvEoi, Shared, SharedTake, StealTime,
     clock::{ClockPage, Scale, WallClock},
     error::HypercallError,
     hypercall::{self, ClockPairing, Hypercall, Registers},
@@ -52,6 +52,26 @@ impl Shared for GuestPage<'_> {
     }
     fn write(&self, offset: usize, data: &[u8]) -> Result<(), MemoryError> {
         self.memory.write(Gpa(self.at.0.wrapping_add(offset as u64)), data)
+    }
+}
+
+impl SharedTake for GuestPage<'_> {
+    fn take(&self, offset: usize) -> Result<u8, MemoryError> {
+        let at = Gpa(self.at.0.wrapping_add(offset as u64));
+        let mut old = [0];
+        loop {
+            self.memory.read(at, &mut old)?;
+            let [byte] = old;
+            // Another vCPU changes it once at most: from preempted to a flush that is wanted.
+            if byte == 0 || self.memory.cmpxchg(at, 1, byte.into(), 0)? {
+                return Ok(byte);
+            }
+            // A guest that changes it without end keeps nobody but itself.
+            task::cond_resched();
+            if task::handle_work().is_err() {
+                return Err(MemoryError::Interrupted);
+            }
+        }
     }
 }
 
@@ -133,6 +153,30 @@ impl<B: Backend> Vcpu<B> {
             self.vm.clock_sample(Scale::from_khz(self.rare.tsc.khz), |host| self.b.guest_tsc(host));
         let stopped = core::mem::take(&mut self.pv.stopped);
         let _ = ClockPage::publish(&GuestPage::of(&self.vm, at), &sample, stopped);
+    }
+
+    /// Before the first entry behind a write of the steal time's MSR: the guest may come from a host that has vCPUs leave flushes of
+    /// others' TLBs to it.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn take_pv_flush(&mut self, at: Gpa) {
+        let mut steal = self.pv.steal;
+        let flush = steal.take_flush(&GuestPage::of(&self.vm, at));
+        self.pv.steal = steal;
+        if flush != Ok(true) {
+            return;
+        }
+        self.mmu.flush_guest_tlb(&mut self.b);
+        if !self.mmu.roots.is_shadow() {
+            // L1's and L2's: which of them was to be flushed nobody says.
+            self.b.flush_tdp();
+        }
+    }
+
+    /// Where [`take_pv_flush`](Self::take_pv_flush) has something to do.
+    #[inline]
+    pub(crate) fn pv_flush_due(&self) -> Option<Gpa> {
+        self.pv.steal.unseen()
     }
 
     /// Before every entry from the outer loop: the lazy deadline's page, and steal time.
@@ -400,7 +444,7 @@ impl<B: Backend> Vcpu<B> {
             Hypercall::KickCpu { apic_id } => {
                 // The guest names any id. None of that number is no error, as on stock KVM.
                 if let Some(vcpu) = self.vm.vcpus().by_id(apic_id) {
-                    vcpu.request_and_kick(Request::Event);
+                    vcpu.unhalt();
                 }
                 Ok(0)
             }

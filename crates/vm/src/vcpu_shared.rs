@@ -15,7 +15,7 @@
 //! the vCPU look there. NMI, INIT and SIPI have no place in an APIC's registers, and so are words here.
 
 use core::sync::atomic::{
-    AtomicU32,
+    AtomicBool, AtomicU32,
     Ordering::{AcqRel, Acquire, SeqCst},
 };
 
@@ -107,6 +107,8 @@ pub struct VcpuShared {
     nmis: AtomicU32,
     init_sipi: AtomicU32,
     mp_state: AtomicU32,
+    /// The next halt, or the one that lasts, is over: KVM_HC_KICK_CPU.
+    unhalted: AtomicBool,
 }
 
 impl VcpuShared {
@@ -143,6 +145,7 @@ impl VcpuShared {
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),
             mp_state: AtomicU32::new(state as u32),
+            unhalted: AtomicBool::new(false),
         }
         .with_timer()
     }
@@ -281,6 +284,23 @@ impl VcpuShared {
     #[inline]
     pub fn has_init_sipi(&self) -> bool {
         self.init_sipi.load(Acquire) != 0
+    }
+
+    /// Wakes the vCPU from HLT, or spares it the next one, whether or not it lets interrupts in (`hypercalls.rst`,
+    /// KVM_HC_KICK_CPU).
+    pub fn unhalt(&self) {
+        self.unhalted.store(true, SeqCst);
+        self.request_and_kick(Request::Event);
+    }
+
+    /// Whether it was woken so and has not gone on yet.
+    pub fn is_unhalted(&self) -> bool {
+        self.unhalted.load(SeqCst)
+    }
+
+    /// Takes that.
+    pub fn take_unhalt(&self) -> bool {
+        self.unhalted.swap(false, SeqCst)
     }
 
     /// The multiprocessor state.

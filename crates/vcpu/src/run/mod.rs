@@ -47,7 +47,10 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
         }
         // Not of halted ones alone: a vCPU that waits for a SIPI has to hear that its VM is dead.
         self.vcpu.shared.has_requests()
-            || (self.halted && (self.vcpu.ends_halt() || self.vcpu.nested_timer_is_due()))
+            || (self.halted
+                && (self.vcpu.ends_halt()
+                    || self.vcpu.nested_timer_is_due()
+                    || self.vcpu.shared.is_unhalted() && !self.vcpu.pending.after_exit.is_nested()))
             || self.vcpu.shared.has_init_sipi()
     }
 
@@ -339,6 +342,9 @@ impl<B: Backend> Vcpu<B> {
                 self.leave_with_event()?;
             }
         }
+        if let Some(at) = self.pv_flush_due() {
+            self.take_pv_flush(at);
+        }
         self.settle_shadow();
         // As late as possible: everything above may change the registers that the root follows from.
         if self.mmu.roots.is_due() && self.switch_root().is_err() {
@@ -460,6 +466,13 @@ impl<B: Backend> Vcpu<B> {
                     self.shared.set_mp_state(MpState::Runnable);
                     // What has ended the halt is yet to be injected.
                     self.pending.raise();
+                    return Ok(());
+                }
+                // Another vCPU has woken it (KVM_HC_KICK_CPU), whatever interrupts it lets in.
+                MpState::Halted
+                    if !self.pending.after_exit.is_nested() && self.shared.take_unhalt() =>
+                {
+                    self.shared.set_mp_state(MpState::Runnable);
                     return Ok(());
                 }
                 // L2 was entered to halt: nothing here could wake it.

@@ -338,6 +338,12 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.has_init_sipi() {
             self.take_start_signals();
         }
+        // Nor one halted that was woken: nobody would wake it on the other host.
+        let l1_halts =
+            self.shared.mp_state() == MpState::Halted && !self.pending.after_exit.is_nested();
+        if l1_halts && self.shared.take_unhalt() {
+            self.shared.set_mp_state(MpState::Runnable);
+        }
         self.shared.mp_state()
     }
 

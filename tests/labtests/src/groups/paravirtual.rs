@@ -12,8 +12,8 @@ use crate::machine::code::{done, guarded, guest_code, hypercall, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::layout::*;
 use crate::machine::threads::{Target, eventually, within};
-use crate::oracle::apic_is_served;
-use crate::outcome::{Answer, Outcome, equal, fail, holds};
+use crate::oracle::{apic_is_served, is_stock};
+use crate::outcome::{Answer, Outcome, equal, fail, holds, skip};
 use crate::runner::tests;
 
 tests!("paravirtual":
@@ -29,6 +29,8 @@ tests!("paravirtual":
     an_end_of_interrupt_without_exit_counts,
     an_end_of_interrupt_the_old_way_counts_too,
     one_hypercall_interrupts_many,
+    a_kick_ends_a_halt_that_lets_no_interrupt_in,
+    what_steal_time_has_from_another_host_is_taken,
 );
 
 const SYSTEM_TIME: u32 = 0x4b56_4d01;
@@ -385,7 +387,14 @@ guest_code!(
 );
 
 fn one_hypercall_interrupts_many() -> Outcome {
-    let guest = Guest::with_vcpus(Chip::Kernel, Mode::Long, 2, many())?;
+    let guest = with_a_second(many())?;
+    equal("answers", (guest.result(0), guest.result(1) as i64 <= 0), (2, true))?;
+    equal("interrupts", guest.count(0x40), 2)
+}
+
+/// A guest of two vCPUs, the second of which has 1 in RDI, that has come to its end.
+fn with_a_second(code: &[u8]) -> Outcome<Guest> {
+    let guest = Guest::with_vcpus(Chip::Kernel, Mode::Long, 2, code)?;
     let runnable = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
     guest.vcpus[1].send(ioctl::SET_MP_STATE, &runnable).granted("KVM_SET_MP_STATE")?;
     let mut regs = guest.vcpus[1].regs()?;
@@ -408,6 +417,72 @@ fn one_hypercall_interrupts_many() -> Outcome {
             Err(_) => fail("the thread died"),
         }
     })?;
-    equal("answers", (guest.result(0), guest.result(1) as i64 <= 0), (2, true))?;
-    equal("interrupts", guest.count(0x40), 2)
+    Ok(guest)
+}
+
+guest_code!(
+    // Who waits for a lock halts with interrupts off, and whoever gives it back kicks: KVM_HC_KICK_CPU of vCPU 1.
+    kicks,
+    64,
+    "test %edi, %edi",
+    "jnz 1f",
+    "2: pause",
+    "cmpq $0, FREE",
+    "je 2b",
+    // It sleeps by then, or nearly.
+    "mov $300000, %edx",
+    "3: dec %edx",
+    "jnz 3b",
+    "mov $5, %eax",
+    "xor %ebx, %ebx",
+    "mov $1, %ecx",
+    hypercall!(),
+    "mov %rax, RESULT",
+    "4: pause",
+    "cmpq $2, FREE",
+    "jne 4b",
+    // One that comes before the halt spares it.
+    "movq $3, FREE",
+    "mov $5, %eax",
+    hypercall!(),
+    "movq $4, FREE",
+    "4: pause",
+    "cmpq $5, FREE",
+    "jne 4b",
+    done!(),
+    "1: cli",
+    "movq $1, FREE",
+    "hlt",
+    "movq $2, FREE",
+    "5: pause",
+    "cmpq $4, FREE",
+    "jne 5b",
+    "hlt",
+    "movq $5, FREE",
+    "0: pause",
+    "jmp 0b",
+);
+
+fn a_kick_ends_a_halt_that_lets_no_interrupt_in() -> Outcome {
+    if is_stock() {
+        return skip("not seen to end on stock KVM on one emulated CPU");
+    }
+    let guest = with_a_second(kicks())?;
+    equal("answer", guest.result(0), 0)
+}
+
+guest_code!(ends, 64, done!());
+
+/// A guest's vCPU was preempted when it was saved, and another one has left the flush of its TLB to the host.
+fn what_steal_time_has_from_another_host_is_taken() -> Outcome {
+    const PREEMPTED: u64 = 16;
+    for left in [1, 3] {
+        let guest = Guest::new(Chip::Kernel, ends())?;
+        guest.memory.write(FREE + PREEMPTED, left);
+        equal("the MSR", guest.vcpu().set_msr(STEAL_TIME, FREE | 1)?, true)?;
+        equal("before it runs", guest.memory.read(FREE + PREEMPTED), left)?;
+        guest.finish()?;
+        equal("it runs", guest.memory.read(FREE + PREEMPTED) & 0xff, 0)?;
+    }
+    Ok(())
 }
