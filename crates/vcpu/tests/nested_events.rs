@@ -141,6 +141,27 @@ fn an_injected_nmi_that_goes_in_again_masks_none_of_l1s() {
     }
 }
 
+/// L1 handles an NMI of its own, and runs an L2 into which it injects one that does not arrive.
+#[test]
+fn an_injected_nmi_that_does_not_arrive_leaves_l1s_mask() {
+    for masked in [false, true] {
+        let injected = event::VALID | event::NMI | 2;
+        let mut machine = intercepting(NMI | CPUID);
+        machine.put(EVENTINJ, injected);
+        let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
+        machine.vcpu.restore_events(&events, GivenEvents::default());
+        machine.vmrun();
+        machine.then(move |vmcb, gprs| {
+            exit(ExitCode::Cpuid)(vmcb, gprs);
+            vmcb.control.exit_int_info = injected;
+        });
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.get(BLOCK + 0x88), injected);
+        assert_eq!(machine.vcpu.saved_events().nmi_masked, masked);
+    }
+}
+
 /// A state as stock KVM saves it when a signal comes just before an entry: VMCB12's event waits to be injected, and is among
 /// the vCPU's events as well.
 #[test]

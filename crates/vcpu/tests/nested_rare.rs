@@ -10,7 +10,7 @@ use rig::exit;
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L1_ROOT, L2_RIP};
 use vm::vcpu_shared::MpState;
 use x86::vmcb::{ExitCode, Vmcb, event};
-use x86::{Rflags, Vector};
+use x86::{Cr4, Rflags, Vector};
 
 const THIRD: u64 = BLOCK + 0x08;
 const CPUID: u64 = 1 << 18;
@@ -106,6 +106,41 @@ fn caching_that_l2_has_disabled_is_shown_behind_a_clean_entry() {
     });
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.vcpu.sregs().cr0.bits(), 0xc001_0033);
+}
+
+/// L1 pages by five levels, and the host's tables have four: what would shadow L1's has no place for its upper addresses.
+#[test]
+fn tables_with_more_levels_than_the_hosts_are_refused() {
+    for (wide, np) in [(true, true), (true, false), (false, true)] {
+        let mut machine = intercepting(CPUID);
+        let mut sregs = machine.vcpu.sregs();
+        sregs.cr4.set(Cr4::LA57, wide);
+        machine.vcpu.set_sregs(&sregs, None).unwrap();
+        machine.put(BLOCK + 0x90, np.into());
+        machine.put(BLOCK + 0xb0, L1_ROOT);
+        machine.vmrun();
+        let runs = !(wide && np);
+        if runs {
+            machine.then(exit(ExitCode::Cpuid));
+        }
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, BEHIND);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        let told = if runs { ExitCode::Cpuid } else { ExitCode::Invalid };
+        assert_eq!(machine.get(EXIT_CODE), told.0);
+    }
+    // A state of a host with five.
+    let mut machine = intercepting(CPUID);
+    machine.stop_in_l2();
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    let word = |state: &mut [u8], at: usize, bits: u8| state[128 + at] |= bits;
+    word(&mut state, 0x90, 1);
+    assert!(machine.vcpu.set_nested_state(&state).is_ok());
+    word(&mut state, 0x549, 1 << 4);
+    assert!(machine.vcpu.set_nested_state(&state).is_err());
 }
 
 /// An NMI and an SMI are held back by a clear GIF: what waits ends no halt.

@@ -71,8 +71,8 @@ impl<C: Cpu> Svm<C> {
             self.forget_refused();
         }
         if inject::decode(undelivered.info) == Some(Event::Nmi) {
-            // It was not delivered, and is L1's to inject again: nothing masks NMIs. L2's own mask is in its block.
-            self.set_nmi_masked(false);
+            // L1's to inject again. L2's own mask is in its block.
+            self.nmi_not_delivered();
         }
         self.return_to_l1(gprs);
         Executed::Left

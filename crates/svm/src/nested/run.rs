@@ -53,7 +53,9 @@ impl<C: Cpu> Svm<C> {
         let offered = &self.cold.offered;
         if checks::controls(&v12.control, Some(&v12.save), offered).is_err()
             || checks::save(&v12.save, offered, dirty).is_err()
-            || (has_tables(&v12.control) && !may_have_tables(self.block.vmcb(), &v12.save))
+            || (has_tables(&v12.control)
+                && (!may_have_tables(self.block.vmcb(), &v12.save)
+                    || lacks_levels(self.block.vmcb(), &mut self.cpu)))
         {
             return self.refuse(at, next_rip, l1);
         }
@@ -289,4 +291,11 @@ impl<C: Cpu> Svm<C> {
 pub(super) fn may_have_tables(l1: &Vmcb, save: &Save) -> bool {
     let (cr0, cr4) = (Cr0::from_bits_retain(l1.save.cr0), Cr4::from_bits_retain(l1.save.cr4));
     cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && checks::pat(save.g_pat).is_ok()
+}
+
+/// Whether L1 pages by more levels than what shadows its tables has: that of the host's own, as all NPT tables have (APM
+/// vol. 2 §15.25.3). Upper addresses of L2 could not be walked.
+#[inline]
+pub(super) fn lacks_levels(l1: &Vmcb, cpu: &mut impl Cpu) -> bool {
+    l1.save.cr4 & Cr4::LA57.bits() != 0 && !cpu.cr4().contains(Cr4::LA57)
 }

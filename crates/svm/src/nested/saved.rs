@@ -52,7 +52,7 @@ impl<C: Cpu> Svm<C> {
 
     /// Reads a state and checks all of it.
     #[inline(never)]
-    fn read_state(&self, bytes: &[u8], smm: bool) -> Result<Good, Unrestorable> {
+    fn read_state(&mut self, bytes: &[u8], smm: bool) -> Result<Good, Unrestorable> {
         let (header, size) = Header::read(bytes).map_err(|_| Unrestorable::Invalid)?;
         let onto = Onto { enabled: self.is_enabled(), smm };
         let mut data = None;
@@ -73,7 +73,8 @@ impl<C: Cpu> Svm<C> {
         // Behind the header's checks: tables depend on L1's paging, which the vCPU has by now.
         if let Some(page) = &data
             && has_tables(&page.control)
-            && !run::may_have_tables(page, &self.vmcb().save)
+            && (!run::may_have_tables(page, &self.block.vmcb().save)
+                || run::lacks_levels(page, &mut self.cpu))
         {
             return Err(Unrestorable::Invalid);
         }

@@ -31,6 +31,8 @@ const VMRUN: u32 = 1;
 pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     let [a, b, c, d] = super::host_cpuid(leaf, subleaf);
     match leaf {
+        // Five-level paging.
+        7 => [a, b, c | 1 << 16, d],
         0x8000_0000 => [0x8000_0021, b, c, d],
         0x8000_0001 => [a, b, c | 1 << 2, d],
         // IBPB, and automatic IBRS.
