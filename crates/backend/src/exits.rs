@@ -34,6 +34,10 @@ pub trait Exits: Sized {
     /// The interrupted delivery was dealt with: there is none any more.
     fn forget_interrupted_delivery(&mut self);
 
+    /// [`Exit::Refused`] is about to be told to user space, which may have the guest run on: nothing counts as loaded by that
+    /// entry.
+    fn forget_refused(&mut self) {}
+
     /// After [`Exit::Refused`]: whether the guest is in a state that the CPU cannot run, and is to be executed in
     /// software until an entry is possible.
     fn is_interpreted(&self) -> bool;

@@ -93,6 +93,17 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     both
 }
 
+/// The instructions that have to exit from a block with these controls: without the feature that makes them the guest's own
+/// they reach the host's memory, or its GIF.
+pub fn must_exit(block: &Control) -> Intercept4 {
+    let mut exits = Intercept4::empty();
+    let (moves, gif) =
+        (Intercept4::VMLOAD | Intercept4::VMSAVE, Intercept4::STGI | Intercept4::CLGI);
+    exits.set(moves, block.virt_ext & VIRTUAL_VMLOAD == 0);
+    exits.set(gif, block.int_ctl & vintr::GIF_ENABLE == 0);
+    exits
+}
+
 /// Whether L2 has a GIF of its own.
 fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
     // Both: an L1 that was not offered the feature has a bit set that means nothing.
@@ -204,8 +215,18 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     let branches =
         if has_branch_records(from, offered) { VIRTUAL_LBR } else { to.virt_ext & VIRTUAL_LBR };
     let moves = if moves_by_cpu(from, offered) { VIRTUAL_VMLOAD } else { 0 };
-    stale.set(Clean::LBR, put(&mut to.virt_ext, branches | moves));
-    stale
+    let changed = to.virt_ext ^ (branches | moves);
+    to.virt_ext ^= changed;
+    stale.set(Clean::LBR, changed != 0);
+    // No clean bit names it. A CPU that kept it would carry out L2's VMLOAD and VMSAVE as L1's.
+    if changed & VIRTUAL_VMLOAD != 0 { all() } else { stale }
+}
+
+/// All groups. Out of the way of each entry, which would be compiled twice for the constant.
+#[cold]
+#[inline(never)]
+fn all() -> Clean {
+    Clean::ALL
 }
 
 /// PAUSE filter of L2: the one of L1 if it asked to hear of PAUSE, else L0's.

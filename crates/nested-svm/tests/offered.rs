@@ -116,6 +116,23 @@ fn vmload_of_l2_is_the_cpus_through_tables_of_l1s_alone() {
     assert_eq!(entered(&v12, &OFFERED).1, FLAG | Intercept4::VMSAVE.bits());
 }
 
+/// No group of clean bits is known to hold it.
+#[test]
+fn when_vmload_becomes_the_cpus_or_no_longer_is_nothing_is_clean() {
+    let mut v12 = Vmcb::new_zeroed();
+    v12.control.np_ctl = NP_ENABLE;
+    let mut b02 = Vmcb::new_zeroed();
+    let mut stale = |virt_ext| {
+        v12.control.virt_ext = virt_ext;
+        merge::enter(&mut b02, &v12, Clean::ALL, &l0(), &OFFERED)
+    };
+    stale(0);
+    for (virt_ext, all) in [(0, false), (VIRTUAL_VMLOAD, true), (VIRTUAL_VMLOAD, false), (0, true)]
+    {
+        assert_eq!(stale(virt_ext) == Clean::ALL, all);
+    }
+}
+
 #[test]
 fn l1_finds_the_gif_that_l2_has_left() {
     for (b02, wanted) in [(vintr::GIF_ENABLE, vintr::GIF_ENABLE), (GIF, GIF), (0, GIF)] {

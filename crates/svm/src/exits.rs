@@ -202,6 +202,10 @@ impl<C: Cpu> Exits for Svm<C> {
         self.vmcb_mut(Clean::empty()).control.exit_int_info = 0;
     }
 
+    fn forget_refused(&mut self) {
+        self.block.mark(Clean::ALL);
+    }
+
     /// A CPU with SVM runs guests in every mode.
     #[inline(always)]
     fn is_interpreted(&self) -> bool {

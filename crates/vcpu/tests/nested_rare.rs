@@ -143,6 +143,24 @@ fn tables_with_more_levels_than_the_hosts_are_refused() {
     assert!(machine.vcpu.set_nested_state(&state).is_err());
 }
 
+/// The VMM has the guest run on behind an entry that the CPU refused: nothing of that one counts as loaded.
+#[test]
+fn behind_a_refused_entry_nothing_is_clean() {
+    let mut machine = intercepting(CPUID);
+    machine.then(exit(ExitCode::Hlt));
+    machine.then(|vmcb, gprs| {
+        assert_ne!(vmcb.control.clean, 0);
+        exit(ExitCode::Invalid)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.clean, 0);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert!(matches!(machine.run(), UserExit::FailEntry { .. }));
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
 /// An NMI and an SMI are held back by a clear GIF: what waits ends no halt.
 #[test]
 fn a_halt_with_gif_clear_goes_on() {

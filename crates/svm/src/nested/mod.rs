@@ -113,11 +113,13 @@ impl<C: Cpu> Svm<C> {
         // Which map L2 runs on was decided at VMRUN.
         let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
         let mut words = merge::intercepts(&l0, state.v12.control(), &self.cold.offered);
+        let [_, _, _, third, fourth, _] = &mut words;
         // The merge knows nothing of our window, and would close it.
         if state.window.is_some() {
-            let [_, _, _, third, ..] = &mut words;
             *third |= Intercept3::VINTR.bits();
         }
+        // The features are those of VMRUN, and what is offered may have changed since.
+        *fourth |= merge::must_exit(&self.vmcb().control).bits();
         self.vmcb_mut(Clean::INTERCEPTS).control.intercepts = words;
     }
 

@@ -137,6 +137,51 @@ fn vmload_of_l1_is_the_cpus_while_svm_is_on_and_that_of_l2_never() {
     assert_eq!(found(&svm), (both, 0), "the CPU cannot");
 }
 
+/// User space offers features while a restored L2 is to run, and our own intercepts change. That is refused elsewhere; here
+/// its block is without them.
+#[test]
+fn what_is_offered_behind_vmrun_opens_nothing_in_a_block_without_it() {
+    let opens = Intercept4::VMLOAD | Intercept4::VMSAVE | Intercept4::STGI | Intercept4::CLGI;
+    let limits =
+        GuestLimits { efer_allowed: Efer::SVME.bits(), maxphyaddr: 40, ..GuestLimits::default() };
+    let features = Features {
+        asids: 8,
+        npt: true,
+        nrip_save: true,
+        v_vmload: true,
+        vgif: true,
+        ..Features::default()
+    };
+    let _ = crate::percpu::set_up(features, 4);
+    let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
+    svm.set_limits(GuestLimits { svm_features: 1 | 1 << 3, ..limits });
+    let mut block = Block(x86::vmcb::Vmcb::new_zeroed());
+    block.0.control.intercepts[4] = 1;
+    block.0.control.asid = 1;
+    (block.0.control.np_ctl, block.0.control.virt_ext) = (1, 2);
+    block.0.control.int_ctl = vintr::GIF | vintr::GIF_ENABLE;
+    block.0.save.efer = Efer::SVME.bits();
+    backend::ControlRegisters::set_efer(&mut svm, Efer::SVME);
+    backend::ControlRegisters::set_cr4(&mut svm, Cr4::PAE);
+    backend::ControlRegisters::set_cr0(&mut svm, x86::Cr0::PE | x86::Cr0::PG);
+    let mut gprs = Gprs::default();
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
+    let open = |svm: &Svm<Counting<Model>>| opens.bits() & !svm.vmcb().control.intercepts[4];
+    assert_eq!((open(&svm), svm.vmcb().control.virt_ext), (0, 0));
+    svm.set_limits(GuestLimits { svm_features: 1 | 1 << 3 | 1 << 15 | 1 << 16, ..limits });
+    svm.merge_intercepts();
+    assert_eq!(open(&svm), 0);
+    // At the next VMRUN they are there, and the instructions are the CPU's.
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Invalid.0;
+    assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
+    assert_eq!((open(&svm), svm.vmcb().control.virt_ext), (opens.bits(), 2));
+    svm.merge_intercepts();
+    assert_eq!(open(&svm), opens.bits());
+}
+
 /// AMD's CPUs keep 32 bits of the two, and a guest that was told of Intel's reads 64 (APM vol. 2 §6.1.2).
 #[test]
 fn a_guest_of_another_make_has_all_of_sysenters_addresses() {

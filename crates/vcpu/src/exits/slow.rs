@@ -114,6 +114,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.is_interpreted() {
             return self.interpret();
         }
+        self.b.forget_refused();
         let [code, ..] = self.b.exit_raw();
         Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
     }
