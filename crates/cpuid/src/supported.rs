@@ -87,11 +87,18 @@ pub struct Supported {
 }
 
 impl Supported {
-    /// Reads the host's CPUID with `cpuid(leaf, subleaf)` and cuts it down. Kept apart from its
-    /// caller: its frame is most of a kilobyte.
-    #[inline(never)]
+    /// Reads the host's CPUID with `cpuid(leaf, subleaf)` and cuts it down.
     pub fn read(
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
+        facts: &HostFacts<'_>,
+    ) -> Result<Self, Error> {
+        Self::read_by(&mut cpuid, facts)
+    }
+
+    /// Of no type of its caller's: it is compiled with this crate, for size. Kept apart: its frame is most of a kilobyte.
+    #[inline(never)]
+    fn read_by(
+        mut cpuid: &mut dyn FnMut(u32, u32) -> [u32; 4],
         facts: &HostFacts<'_>,
     ) -> Result<Self, Error> {
         let vendor = Vendor::from_leaf0(&cpuid(leaf::VENDOR, 0));
@@ -186,6 +193,7 @@ impl Supported {
         self.words.word(leaf, subleaf, reg)
     }
 
+    #[inline(never)]
     fn fill(
         &mut self,
         bounds: &Bounds,
@@ -214,6 +222,7 @@ impl Supported {
         self.push(leaf::KVM_FEATURES, 0, [features, 0, 0, 0])
     }
 
+    #[inline(never)]
     fn basic(
         &mut self,
         leaf: u32,
@@ -296,6 +305,7 @@ impl Supported {
         Ok(())
     }
 
+    #[inline(never)]
     fn extended(
         &mut self,
         leaf: u32,
@@ -392,6 +402,7 @@ impl Bounds {
 }
 
 /// Cuts the host's features down to those that may be offered.
+#[inline(never)]
 fn offered(host: &FeatureWords, xcr0: Xcr0, facts: &HostFacts<'_>) -> FeatureWords {
     let mut words = host.intersection(&PASSED).union(&FORCED);
     // Each vendor's bits for speculation control imply the other's, so that a guest of either

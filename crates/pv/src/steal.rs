@@ -144,7 +144,7 @@ mod tests {
     fn time_is_not_lost_when_memory_was_out_of_reach() {
         let (memory, mut steal) = (Memory::new(64), StealTime::default());
         steal.configure(Some(Gpa(0x40)), 0);
-        assert!(steal.update(&Memory::new(16), 100).is_err());
+        assert!(steal.update(&Memory::new(8), 100).is_err());
         steal.update(&memory, 150).unwrap();
         assert_eq!(page(&memory).steal, 150);
     }
