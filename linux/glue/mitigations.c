@@ -195,7 +195,7 @@ static bool clears_for_devices(void)
 {
 #ifdef X86_FEATURE_CLEAR_CPU_BUF_VM_MMIO
 	return boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF_VM_MMIO);
-#elif LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+#elif LINUX_VERSION_CODE >= KERNEL_VERSION(6, 16, 0)
 	return static_branch_unlikely(&cpu_buf_vm_clear);
 #else
 	return static_branch_unlikely(&mmio_stale_data_clear);

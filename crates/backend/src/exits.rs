@@ -36,7 +36,7 @@ pub trait Exits: Sized {
 
     /// [`Exit::Refused`] is about to be told to user space, which may have the guest run on: nothing counts as loaded by that
     /// entry.
-    fn forget_refused(&mut self) {}
+    fn distrust_refused(&mut self) {}
 
     /// After [`Exit::Refused`]: whether the guest is in a state that the CPU cannot run, and is to be executed in
     /// software until an entry is possible.

@@ -76,6 +76,10 @@ pub trait Injection {
     fn nmi_masked_for_l1(&self) -> bool {
         self.nmi_masked()
     }
+    /// The same once L2 was put aside; `told` is what it was while that ran.
+    fn nmi_masked_behind_l2(&self, told: bool) -> bool {
+        told
+    }
     /// Masks NMIs for L1, or not, as user space has saved it.
     fn set_nmi_masked_for_l1(&mut self, on: bool) {
         self.set_nmi_masked(on);

@@ -245,7 +245,7 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     v.set(field::GUEST_PENDING_DEBUG, exit.get(field::GUEST_PENDING_DEBUG));
     v.set(field::GUEST_CS_RIGHTS, exit.get(field::GUEST_CS_RIGHTS));
     v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
-    // The hardware's field says active all the time: L0 sleeps for L2.
+    // The hardware's field says active, unless HLT exits for nobody: L0 sleeps for L2.
     v.set(field::GUEST_ACTIVITY, known.activity);
     let mut differ = save_msrs(v, exit, known);
     // An exit updates this control, for the next entry to resume L2 in its mode (SDM vol. 3C

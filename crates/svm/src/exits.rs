@@ -202,7 +202,7 @@ impl<C: Cpu> Exits for Svm<C> {
         self.vmcb_mut(Clean::empty()).control.exit_int_info = 0;
     }
 
-    fn forget_refused(&mut self) {
+    fn distrust_refused(&mut self) {
         self.block.mark(Clean::ALL);
     }
 

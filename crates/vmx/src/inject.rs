@@ -338,6 +338,11 @@ impl<C: Cpu> Injection for Vmx<C> {
         NmiWindow::Exit
     }
 
+    /// Where it is L1's own: L2's blocking was the answer while it ran.
+    fn nmi_masked_behind_l2(&self, _: bool) -> bool {
+        self.nmi_masked()
+    }
+
     fn nmi_masked(&self) -> bool {
         // Virtual NMIs: the field says whether the guest handles one.
         self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI != 0

@@ -157,13 +157,13 @@ impl<C: Cpu> Translation for Vmx<C> {
         self.attention |= if self.paging.shadow { attention::FLUSH } else { attention::FLUSH_TDP };
     }
 
-    #[inline]
     fn reaches_device(&mut self) {
         if mitigations::clears_for_devices() {
             self.attention |= attention::CLEAR;
         }
     }
 
+    #[inline]
     fn page_log(&mut self) -> Option<&mut Self> {
         if self.page_log.is_some() { Some(self) } else { None }
     }

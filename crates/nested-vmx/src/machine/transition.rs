@@ -62,7 +62,11 @@ impl Machine {
 
     /// Saves all of L2's state while L2 runs, for KVM_GET_NESTED_STATE. The hardware's VMCS stays what counts.
     pub fn save_running(&mut self, exit: &impl Exit, known: &Known) {
-        leave::save_state(&mut self.vmcs12, exit, known);
+        let mode = Groups::of(Group::ControlRegisters);
+        let differ = leave::save_state(&mut self.vmcs12, exit, known).common(mode);
+        // As by an exit: the one that comes finds the mode in VMCS12 already.
+        self.touch(differ);
+        self.unchecked = self.unchecked.union(differ);
         leave::save_rest(&mut self.vmcs12, exit, known, leave::REST);
     }
 

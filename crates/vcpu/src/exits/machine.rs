@@ -221,7 +221,11 @@ impl<B: Backend> Machine for Vcpu<B> {
         if !self.mmu.is_memory(gpa, Direction::Write) {
             return Err(Stop::Unsupported);
         }
-        self.mmu.memory.write(gpa, data).map_err(memory_stop)
+        // A task switch has done a part by then, and cannot be begun again for a slot that went.
+        self.mmu.memory.write(gpa, data).map_err(|error| match error {
+            MemoryError::Interrupted => Stop::Retry,
+            _ => Stop::Unsupported,
+        })
     }
 
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {

@@ -114,7 +114,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.is_interpreted() {
             return self.interpret();
         }
-        self.b.forget_refused();
+        self.b.distrust_refused();
         let [code, ..] = self.b.exit_raw();
         Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
     }
@@ -198,7 +198,8 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             UD => self.invalid_opcode(),
-            // In a delivery the fault is that one's, whatever lies at RIP. What was delivered is in `again` by now.
+            // In a delivery the fault is that one's, whatever lies at RIP. What was delivered is in `again`
+            // by now, unless an instruction of its own made it.
             GP if self.events.again.is_none() && self.is_for_instruction() => {
                 self.virtualization_behind_fault()
             }

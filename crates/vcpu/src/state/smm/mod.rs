@@ -196,9 +196,10 @@ impl<B: Backend> Vcpu<B> {
     fn enter_smm(&mut self) -> Result<(), NoSaveArea> {
         // A step of ours towards an NMI is none of the guest's state.
         self.b.own_single_step();
+        // L1's: what L2 has of its own goes into its saved state with it.
+        let inside_nmi = self.b.nmi_masked_for_l1();
         self.set_smm_after_saving()?;
-        // L1's, and L2 is put aside by now: what that has of its own is in its saved state.
-        self.smm.inside_nmi = self.b.nmi_masked();
+        self.smm.inside_nmi = self.b.nmi_masked_behind_l2(inside_nmi);
         // SMM begins with NMIs masked (APM vol. 2 §10.3.3). RSM goes by `inside_nmi`, which says what they were.
         self.b.set_nmi_masked(true);
         self.begin_handler();
