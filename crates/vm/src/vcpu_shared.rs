@@ -298,7 +298,7 @@ impl VcpuShared {
         self.unhalted.load(SeqCst)
     }
 
-    /// Takes that.
+    /// Takes such a waking, and says whether there was one.
     pub fn take_unhalt(&self) -> bool {
         self.unhalted.swap(false, SeqCst)
     }

@@ -5,7 +5,7 @@ use x86::apic::lvt;
 
 use super::{BY_TSC, Timer, TimerChange, TimerOp};
 use crate::atomic::Ordering::*;
-use crate::lapic::{Lapic, LocalVector};
+use crate::lapic::Lapic;
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
