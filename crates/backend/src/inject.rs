@@ -44,6 +44,10 @@ pub trait Injection {
     fn inject(&mut self, event: Event);
     /// Whether an event waits for the next entry.
     fn injecting(&self) -> bool;
+    /// An NMI was delivered in software: its handler runs.
+    fn nmi_delivered(&mut self) {
+        self.set_nmi_masked(true);
+    }
     /// An NMI that was injected, or was to be, was not delivered: its handler does not run.
     fn nmi_not_delivered(&mut self) {
         self.set_nmi_masked(false);

@@ -17,7 +17,7 @@ pub struct StealPage {
     pub version: u32,
     /// Always zero: none are defined.
     pub flags: u32,
-    /// [`PREEMPTED`] while the vCPU's thread does not run.
+    /// Bit 0: the vCPU does not run, as another host had it; never set here. Bit 1: its TLB is to be flushed before it does.
     pub preempted: u8,
     /// Always zero: aligns what follows.
     pub u8_pad: [u8; 3],

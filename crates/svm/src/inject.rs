@@ -139,8 +139,8 @@ impl<C: Cpu> Injection for Svm<C> {
 
     fn inject(&mut self, event: Event) {
         // With the injection, as the CPU does it when it delivers one.
-        if event == Event::Nmi && !self.nmi_is_l1s_for_l2() {
-            self.set_nmi_masked(true);
+        if event == Event::Nmi {
+            self.nmi_delivered();
         }
         if let Event::Exception(e) = event
             && e.vector.0 == vector::PF
@@ -171,6 +171,12 @@ impl<C: Cpu> Injection for Svm<C> {
     #[inline]
     fn injecting(&self) -> bool {
         self.vmcb().control.event_inj & event::VALID != 0
+    }
+
+    fn nmi_delivered(&mut self) {
+        if !self.nmi_is_l1s_for_l2() {
+            self.set_nmi_masked(true);
+        }
     }
 
     fn nmi_not_delivered(&mut self) {

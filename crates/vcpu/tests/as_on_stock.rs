@@ -277,3 +277,59 @@ fn the_vcpus_of_a_vm_with_a_frequency_of_its_own_are_in_step() {
     // The first one's TSC was 0 when the host's was 1.
     assert_eq!([first.tsc_offset(), second.tsc_offset()], [(-3_i64) as u64; 2]);
 }
+
+/// One entry, at which the CPU is told to flush or not, and back to user space.
+fn entered(v: &mut TestVcpu, flushes: Option<bool>) {
+    v.backend().cpu().inner().then(move |vmcb, gprs| {
+        assert!(flushes.is_none_or(|wanted| (vmcb.control.tlb_ctl != 0) == wanted));
+        exit(ExitCode::Intr)(vmcb, gprs);
+        host::std_port::test::set_signal_pending(true);
+    });
+    assert_eq!(run(v), UserExit::Intr);
+    host::std_port::test::set_signal_pending(false);
+}
+
+/// A guest that comes from a host where vCPUs leave flushes of others' TLBs to it: done before the vCPU's first entry, and once.
+#[test]
+fn a_flush_that_was_left_to_another_host_is_done() {
+    const STEAL_TIME: u32 = 0x4b56_4d03;
+    for (left, flushes) in [(1, false), (3, true)] {
+        let mut bytes = [0; 32];
+        bytes[16] = left;
+        let (mut v, vm) = with_memory(&Machine::default(), 0x5000, &bytes);
+        // Whatever a first entry flushes.
+        entered(&mut v, None);
+        entered(&mut v, Some(false));
+        v.write_msr(STEAL_TIME, 0x5001, By::Vmm).unwrap();
+        entered(&mut v, Some(flushes));
+        entered(&mut v, Some(false));
+        let mut left = [0];
+        vm.memory().read(x86::Gpa(0x5010), &mut left).unwrap();
+        assert_eq!(left, [0]);
+    }
+}
+
+/// A kick (KVM_HC_KICK_CPU) ends one halt, whatever interrupts the vCPU lets in, and none that user space sets.
+#[test]
+fn a_kick_counts_for_one_halt() {
+    let mut v = vcpu();
+    let halts = |v: &mut TestVcpu| {
+        v.backend().cpu().inner().then(|vmcb, gprs| {
+            exit(ExitCode::Hlt)(vmcb, gprs);
+            host::std_port::test::set_signal_pending(true);
+        });
+        assert_eq!(run(v), UserExit::Intr);
+        host::std_port::test::set_signal_pending(false);
+    };
+    halts(&mut v);
+    assert_eq!(v.mp_state(), MpState::Halted);
+    v.shared().unhalt();
+    assert_eq!(v.mp_state(), MpState::Runnable, "user space saves it woken");
+    halts(&mut v);
+    v.shared().unhalt();
+    // Woken with interrupts off, it goes on.
+    entered(&mut v, None);
+    v.shared().unhalt();
+    v.set_mp_state(MpState::Halted);
+    assert_eq!(v.mp_state(), MpState::Halted);
+}

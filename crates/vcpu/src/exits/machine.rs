@@ -222,10 +222,7 @@ impl<B: Backend> Machine for Vcpu<B> {
             return Err(Stop::Unsupported);
         }
         // A task switch has done a part by then, and cannot be begun again for a slot that went.
-        self.mmu.memory.write(gpa, data).map_err(|error| match error {
-            MemoryError::Interrupted => Stop::Retry,
-            _ => Stop::Unsupported,
-        })
+        self.mmu.memory.write(gpa, data).map_err(|_| Stop::Unsupported)
     }
 
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {

@@ -70,7 +70,7 @@ impl<B: Backend> Vcpu<B> {
         self.events.again = None;
         match event {
             // The handler of an NMI runs until its IRET, be it in a task of its own.
-            Some(Event::Nmi) => self.b.set_nmi_masked(true),
+            Some(Event::Nmi) => self.b.nmi_delivered(),
             _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
             _ => {}
         }

@@ -263,6 +263,7 @@ impl<B: Backend> Vcpu<B> {
         self.reset_registers(Reset::Init);
         self.forget_lazy_deadline();
         self.pv.forget_pages();
+        let _ = self.shared.take_unhalt();
         let bsp = self.shared.lapic.base() & base::BSP != 0;
         // As stock KVM has it a bootstrap processor's LINT0 stays open to the PIC. A CPU masks it at INIT.
         let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
@@ -464,6 +465,10 @@ impl<B: Backend> Vcpu<B> {
                         continue;
                     }
                     self.shared.set_mp_state(MpState::Runnable);
+                    // As on stock KVM a kick counts for one wake, whatever else has woken the vCPU. Not L1's while L2 slept.
+                    if !self.pending.after_exit.is_nested() {
+                        let _ = self.shared.take_unhalt();
+                    }
                     // What has ended the halt is yet to be injected.
                     self.pending.raise();
                     return Ok(());

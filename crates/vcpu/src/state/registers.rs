@@ -350,6 +350,8 @@ impl<B: Backend> Vcpu<B> {
     /// Sets whether the vCPU runs, halts or waits to be started (KVM_SET_MP_STATE).
     pub fn set_mp_state(&mut self, state: MpState) {
         self.shared.set_mp_state(state);
+        // The state is the VMM's word, and no kick of before counts for it.
+        let _ = self.shared.take_unhalt();
         tell_activity(&mut self.b, self.shared.mp_state());
         // KVM_RUN looks at the state anew, whatever it slept for.
         self.shared.request(Request::Event);
