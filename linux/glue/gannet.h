@@ -302,7 +302,6 @@ extern const struct kernel_param_ops gnt_l1d_ops;
 void gnt_l1d_flush_chosen(u32 state);
 int gnt_l1d_flush_prepare(void);
 void gnt_l1d_flush(void);
-void gnt_clear_buffers(void);
 u32 gnt_nx_huge_pages_asked(void);
 void gnt_nx_huge_pages_chosen(bool splits);
 void gnt_mitigations_exit(void);

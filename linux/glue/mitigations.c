@@ -202,14 +202,6 @@ static bool clears_for_devices(void)
 #endif
 }
 
-/* The same instruction that the world switch has as an alternative. */
-noinstr void gnt_clear_buffers(void)
-{
-	static const u16 selector = __KERNEL_DS;
-
-	asm volatile("verw %[selector]" : : [selector] "m" (selector) : "cc");
-}
-
 #define FACT(bit, condition)	((condition) ? 1ull << (bit) : 0)
 
 /* Mirrors host::mitigation::Facts. */

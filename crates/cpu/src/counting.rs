@@ -34,6 +34,7 @@ pub enum Op {
     Vmclear,
     Invept,
     Invvpid,
+    Verw,
     VmxEnter,
     VmxOnOff,
     SvmOnOff,
@@ -41,7 +42,7 @@ pub enum Op {
 }
 
 /// Number of [`Op`]s.
-pub const OPS: usize = 27;
+pub const OPS: usize = 28;
 
 /// Counts by [`Op`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -146,6 +147,7 @@ impl<C: Cpu> VmxCpu for Counting<C> {
         Vmwrite: fn vmwrite(&self, field: u32, value: u64);
         Invept: fn invept(&self, kind: u64, ept_pointer: u64);
         Invvpid: fn invvpid(&self, kind: u64, vpid: u16, address: u64);
+        Verw: fn verw(&self);
         MovCr: fn cr0(&self) -> Cr0;
         MovCr: fn cr2(&self) -> u64;
         MovCr: fn set_cr2(&self, value: u64);

@@ -51,6 +51,8 @@ pub trait VmxCpu {
     fn invept(&self, kind: u64, ept_pointer: u64);
     /// Executes INVVPID: drops translations of a VPID.
     fn invvpid(&self, kind: u64, vpid: u16, address: u64);
+    /// Executes VERW, by which a CPU with such microcode clears its buffers. Right before an entry, with interrupts off.
+    fn verw(&self);
     /// The world switch: loads `gprs` but RSP, VMLAUNCH or VMRESUME, saves them, with the
     /// mitigations of this host. False: the instruction failed and no guest was entered.
     fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool;
@@ -198,6 +200,15 @@ impl VmxCpu for Native {
         let descriptor = [u64::from(vpid), address];
         // SAFETY: VMX is on; dropping translations has no effect on what they mean.
         unsafe { on_memory!("invvpid {kind},", &raw const descriptor, kind) };
+    }
+
+    fn verw(&self) {
+        // The kernel's data segment: any that can be written would do.
+        static SELECTOR: u16 = 0x18;
+        // SAFETY: reads a selector, and changes ZF alone.
+        unsafe {
+            core::arch::asm!("verw word ptr [{}]", in(reg) &raw const SELECTOR, options(nostack, readonly));
+        }
     }
 
     #[inline]

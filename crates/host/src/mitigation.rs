@@ -154,12 +154,6 @@ pub fn flush_l1d() {
     port::gnt_l1d_flush()
 }
 
-/// Clears the CPU's buffers, of the memory of devices among it. Right before an entry, with interrupts off.
-#[inline]
-pub fn clear_buffers() {
-    port::gnt_clear_buffers()
-}
-
 /// Tells the kernel, and whoever reads the parameter, whether large pages are split at fetches.
 pub fn announce_nx_huge_pages(splits: bool) {
     port::gnt_nx_huge_pages_chosen(splits)
@@ -180,7 +174,6 @@ mod port {
         pub safe fn gnt_l1d_flush_chosen(state: super::L1dFlush);
         pub fn gnt_l1d_flush_prepare() -> i32;
         pub safe fn gnt_l1d_flush();
-        pub safe fn gnt_clear_buffers();
         pub safe fn gnt_nx_huge_pages_asked() -> u32;
         pub safe fn gnt_nx_huge_pages_chosen(splits: bool);
         pub fn gnt_mitigations_exit();
@@ -196,8 +189,6 @@ pub mod port {
     std::thread_local! {
         /// Flushes of this thread.
         pub static FLUSHES: Cell<u32> = const { Cell::new(0) };
-        /// Clearings of this thread.
-        pub static CLEARINGS: Cell<u32> = const { Cell::new(0) };
     }
 
     pub(super) fn gnt_mitigation_facts() -> u64 {
@@ -212,9 +203,6 @@ pub mod port {
     }
     pub(super) fn gnt_l1d_flush() {
         FLUSHES.set(FLUSHES.get() + 1);
-    }
-    pub(super) fn gnt_clear_buffers() {
-        CLEARINGS.set(CLEARINGS.get() + 1);
     }
     pub(super) fn gnt_nx_huge_pages_asked() -> u32 {
         0

@@ -7,10 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use host::{
-    mitigation::{Facts, port::CLEARINGS},
-    page::Pages,
-};
+use host::{mitigation::Facts, page::Pages};
 use mmu::{EptSupport, FlushRemote, Format, Region};
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
 use vm::VmRef;
@@ -166,9 +163,7 @@ fn buffers_are_cleared_at_each_entry_from_the_first_page_of_a_device_on() {
                 vmcs.set(field::GUEST_PHYSICAL_ADDRESS, gpa);
             });
         }
-        let before = CLEARINGS.get();
-        run(&mut v);
-        CLEARINGS.get() - before
+        run(&mut v).of(Op::Verw)
     };
     assert_eq!(cleared(&[Some(0x10_0008), None]), 0, "memory is no device");
     // The fault's own entry finds no translation yet.

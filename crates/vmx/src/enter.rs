@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Answer, Exit, Exits, Gprs, Injection, Onward, RSP, Registers, Turn, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
-use host::{hostcpu, mitigation};
+use host::hostcpu;
 use x86::{
     Cr4, Rflags, msr,
     segment::attr,
@@ -383,7 +383,7 @@ impl<C: Cpu> Vmx<C> {
             self.attention &= !attention::FLUSH_L1D;
         }
         if self.attention & attention::CLEAR != 0 {
-            mitigation::clear_buffers();
+            self.cpu.verw();
         }
         true
     }

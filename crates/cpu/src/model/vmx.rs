@@ -211,6 +211,7 @@ impl VmxCpu for Model {
         let legal = legal::invvpid(kind, vpid, address, &self.limits);
         demand(format_args!("INVVPID {kind} of {vpid}, {address:#x}"), legal);
     }
+    fn verw(&self) {}
     fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
         let at = self.vmx.current_address("entry");
         let launched = switch.flags & VmxSwitch::LAUNCHED != 0;
