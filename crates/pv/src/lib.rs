@@ -28,7 +28,7 @@ pub use hypercall::{Hypercall, Registers};
 pub use ipi::SendIpi;
 pub use lazy_deadline::LazyDeadline;
 pub use msr::{Gp, PvMsr};
-pub use steal::{SharedTake, StealTime};
+pub use steal::{SharedTake, StealTime, take_flush};
 pub use vm_clock::{ClockData, HostTime, VmClock};
 
 /// A structure in guest memory, shared with the running guest.

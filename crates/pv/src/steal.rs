@@ -40,9 +40,6 @@ pub struct StealTime {
     page: Option<Gpa>,
     /// The thread's time in the run queue when it was last accounted.
     last_run_delay_ns: u64,
-    /// Nobody has looked at `preempted` since the page was named. It is never set here, and a guest that comes from another host may
-    /// have it set, and rely on it.
-    unseen: bool,
 }
 
 /// A structure in guest memory of which bytes can be taken while other CPUs write them.
@@ -51,11 +48,21 @@ pub trait SharedTake: Shared {
     fn take(&self, offset: usize) -> Result<u8, Self::Error>;
 }
 
+/// The vCPU of this page runs: says so to the others. Whether one of them has left it to the host to flush its TLB. `preempted` is
+/// never set here; a guest that comes from another host may have it set, and rely on it.
+///
+/// # Errors
+/// Those of the memory.
+pub fn take_flush<S: SharedTake>(shared: &S) -> Result<bool, S::Error> {
+    // At once: who finds it clear sends an interrupt, and who came before is served.
+    Ok(shared.take(PREEMPTED_AT)? & FLUSH != 0)
+}
+
 impl StealTime {
     /// A valid write of the MSR. Time is counted from now on: `run_delay_ns` is the thread's time
     /// in the run queue so far.
     pub fn configure(&mut self, page: Option<Gpa>, run_delay_ns: u64) {
-        *self = Self { page, last_run_delay_ns: run_delay_ns, unseen: page.is_some() };
+        *self = Self { page, last_run_delay_ns: run_delay_ns };
     }
 
     /// Where the page is, if the guest enabled it.
@@ -68,24 +75,6 @@ impl StealTime {
     #[inline]
     pub fn outdated(&self, run_delay_ns: u64) -> bool {
         self.page.is_some() && run_delay_ns != self.last_run_delay_ns
-    }
-
-    /// Where a page is whose `preempted` nobody has looked at yet.
-    #[inline]
-    pub fn unseen(&self) -> Option<Gpa> {
-        if self.unseen { self.page } else { None }
-    }
-
-    /// The vCPU runs: says so to the others. Whether one of them has left it to the host to flush its TLB. Before the first entry
-    /// behind [`configure`](Self::configure).
-    ///
-    /// # Errors
-    /// Those of the memory; it is still to be done then.
-    pub fn take_flush<S: SharedTake>(&mut self, shared: &S) -> Result<bool, S::Error> {
-        // At once: who finds it clear sends an interrupt, and who came before is served.
-        let flush = shared.take(PREEMPTED_AT)? & FLUSH != 0;
-        self.unseen = false;
-        Ok(flush)
     }
 
     /// The thread runs again and is about to enter the guest.
@@ -128,15 +117,13 @@ mod tests {
     }
 
     #[test]
-    fn what_another_host_has_left_is_taken_once() {
+    fn what_another_host_has_left_is_taken() {
         const PREEMPTED: u8 = 1;
         for (left, flush) in [(0, false), (PREEMPTED, false), (PREEMPTED | FLUSH, true)] {
-            let (memory, mut steal) = (Memory::new(64), StealTime::default());
+            let memory = Memory::new(64);
             memory.write(PREEMPTED_AT, &[left]).unwrap();
-            steal.configure(Some(Gpa(0x40)), 0);
-            assert_eq!(steal.unseen(), Some(Gpa(0x40)));
-            assert_eq!(steal.take_flush(&memory).unwrap(), flush);
-            assert_eq!((page(&memory).preempted, steal.unseen()), (0, None));
+            assert_eq!(take_flush(&memory).unwrap(), flush);
+            assert_eq!(page(&memory).preempted, 0);
         }
     }
 

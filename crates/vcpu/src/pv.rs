@@ -14,6 +14,7 @@ use pv::{
     error::HypercallError,
     hypercall::{self, ClockPairing, Hypercall, Registers},
     msr::{AsyncPf, PvMsr},
+    take_flush,
 };
 use vm::{
     VmRef,
@@ -155,15 +156,13 @@ impl<B: Backend> Vcpu<B> {
         let _ = ClockPage::publish(&GuestPage::of(&self.vm, at), &sample, stopped);
     }
 
-    /// Before the first entry behind a write of the steal time's MSR: the guest may come from a host that has vCPUs leave flushes of
+    /// The steal time's page is another one ([`Request::StealTime`]): the guest may come from a host that has vCPUs leave flushes of
     /// others' TLBs to it.
     #[cold]
     #[inline(never)]
-    pub(crate) fn take_pv_flush(&mut self, at: Gpa) {
-        let mut steal = self.pv.steal;
-        let flush = steal.take_flush(&GuestPage::of(&self.vm, at));
-        self.pv.steal = steal;
-        if flush != Ok(true) {
+    pub(crate) fn take_pv_flush(&mut self) {
+        let Some(at) = self.pv.steal.page() else { return };
+        if take_flush(&GuestPage::of(&self.vm, at)) != Ok(true) {
             return;
         }
         self.mmu.flush_guest_tlb(&mut self.b);
@@ -171,12 +170,6 @@ impl<B: Backend> Vcpu<B> {
             // L1's and L2's: which of them was to be flushed nobody says.
             self.b.flush_tdp();
         }
-    }
-
-    /// Where [`take_pv_flush`](Self::take_pv_flush) has something to do.
-    #[inline]
-    pub(crate) fn pv_flush_due(&self) -> Option<Gpa> {
-        self.pv.steal.unseen()
     }
 
     /// Before every entry from the outer loop: the lazy deadline's page, and steal time.
@@ -325,6 +318,8 @@ impl<B: Backend> Vcpu<B> {
             PvMsr::StealTime(at) => {
                 self.pv.steal_msr = value;
                 self.pv.steal.configure(at, task::run_delay_ns());
+                // A VMM restores MSRs before memory: at the next entry.
+                self.shared.request(Request::StealTime);
                 // The guest is to see a valid page at once; a VMM restores MSRs before memory.
                 if let Some(at) = at
                     && by == By::Guest

@@ -53,6 +53,8 @@ pub enum Request {
     Routes = 1 << 8,
     /// The guest reaches memory of a device of the host's.
     Device = 1 << 9,
+    /// The page of the guest's steal time is another one.
+    StealTime = 1 << 10,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).

@@ -50,7 +50,7 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
             || (self.halted
                 && (self.vcpu.ends_halt()
                     || self.vcpu.nested_timer_is_due()
-                    || self.vcpu.shared.is_unhalted() && !self.vcpu.pending.after_exit.is_nested()))
+                    || self.vcpu.is_kicked_awake()))
             || self.vcpu.shared.has_init_sipi()
     }
 
@@ -343,9 +343,6 @@ impl<B: Backend> Vcpu<B> {
                 self.leave_with_event()?;
             }
         }
-        if let Some(at) = self.pv_flush_due() {
-            self.take_pv_flush(at);
-        }
         self.settle_shadow();
         // As late as possible: everything above may change the registers that the root follows from.
         if self.mmu.roots.is_due() && self.switch_root().is_err() {
@@ -389,6 +386,12 @@ impl<B: Backend> Vcpu<B> {
         self.take_smi()
     }
 
+    /// Whether another vCPU has woken this one from its HLT, or spares it the next, whatever interrupts it lets in
+    /// (KVM_HC_KICK_CPU). It is L1 that asks for that: L2's halt goes on.
+    pub(crate) fn is_kicked_awake(&self) -> bool {
+        self.shared.is_unhalted() && !self.pending.after_exit.is_nested()
+    }
+
     fn take_requests(&mut self) -> Outcome {
         let requests = self.shared.take_requests();
         let has = |r: Request| requests & r as u32 != 0;
@@ -422,6 +425,9 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Device) && self.vm.device_reach.is_reached() {
             self.b.reaches_device();
         }
+        if has(Request::StealTime) {
+            self.take_pv_flush();
+        }
         if has(Request::MsrFilter) {
             self.follow_msr_filter();
         }
@@ -453,7 +459,9 @@ impl<B: Backend> Vcpu<B> {
             }
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
-                MpState::Halted if self.ends_halt() || self.nested_timer_is_due() => {
+                MpState::Halted
+                    if self.ends_halt() || self.nested_timer_is_due() || self.is_kicked_awake() =>
+                {
                     if self.pending.after_exit.is_nested() && !self.wake_l2() {
                         if self.events.outer.any() {
                             self.leave_with_event()?;
@@ -465,19 +473,12 @@ impl<B: Backend> Vcpu<B> {
                         continue;
                     }
                     self.shared.set_mp_state(MpState::Runnable);
-                    // As on stock KVM a kick counts for one wake, whatever else has woken the vCPU. Not L1's while L2 slept.
-                    if !self.pending.after_exit.is_nested() {
+                    // As on stock KVM a kick counts for one wake, whatever else has woken the vCPU.
+                    if self.is_kicked_awake() {
                         let _ = self.shared.take_unhalt();
                     }
                     // What has ended the halt is yet to be injected.
                     self.pending.raise();
-                    return Ok(());
-                }
-                // Another vCPU has woken it (KVM_HC_KICK_CPU), whatever interrupts it lets in.
-                MpState::Halted
-                    if !self.pending.after_exit.is_nested() && self.shared.take_unhalt() =>
-                {
-                    self.shared.set_mp_state(MpState::Runnable);
                     return Ok(());
                 }
                 // L2 was entered to halt: nothing here could wake it.

@@ -339,9 +339,8 @@ impl<B: Backend> Vcpu<B> {
             self.take_start_signals();
         }
         // Nor one halted that was woken: nobody would wake it on the other host.
-        let l1_halts =
-            self.shared.mp_state() == MpState::Halted && !self.pending.after_exit.is_nested();
-        if l1_halts && self.shared.take_unhalt() {
+        if self.shared.mp_state() == MpState::Halted && self.is_kicked_awake() {
+            let _ = self.shared.take_unhalt();
             self.shared.set_mp_state(MpState::Runnable);
         }
         self.shared.mp_state()
