@@ -3,7 +3,7 @@
 //! Such memory leaks stale data on some CPUs, against which entries clear buffers
 //! ([ADR 28](../../../docs/adr/0028-mitigations.md)). So every vCPU has to know before the first translation is there.
 
-use core::sync::atomic::{AtomicU8, Ordering::SeqCst};
+use crate::atomic::{AtomicU8, Ordering::SeqCst};
 
 /// It reaches it, and perhaps not every vCPU knows.
 const REACHED: u8 = 1;
@@ -21,9 +21,10 @@ impl DeviceReach {
         if self.0.load(SeqCst) == KNOWN {
             return;
         }
-        self.0.fetch_max(REACHED, SeqCst);
+        self.0.swap(REACHED, SeqCst);
         tell();
-        self.0.fetch_max(KNOWN, SeqCst);
+        // Somebody who tells meanwhile may say once more that not all know: then the next one tells, too.
+        self.0.swap(KNOWN, SeqCst);
     }
 
     /// Whether entries of this VM's vCPUs have to clear buffers.

@@ -9,7 +9,7 @@ extern crate alloc;
 
 /// The words that CPUs share. The models of `tests/models` compile files of this crate with others in their place.
 mod atomic {
-    pub(crate) use core::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use core::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 }
 
 pub mod debug;

@@ -18,6 +18,9 @@ use x86 as _;
 
 pub mod atomic;
 
+#[path = "../../../crates/vm/src/device_reach.rs"]
+#[allow(dead_code)]
+pub mod device_reach;
 #[path = "../../../crates/mmu/src/dirty.rs"]
 #[allow(dead_code)]
 pub mod dirty;
