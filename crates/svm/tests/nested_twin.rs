@@ -11,7 +11,7 @@ mod architecture;
 
 use std::sync::{Arc, Mutex};
 
-use architecture::{CLOSED, CR4_ALLOWED, EFER_OF_L1, Memory, OPEN, Random, WIDTH};
+use architecture::{CLOSED, CR4_ALLOWED, EFER_OF_L1, LONG_MODE, Memory, OPEN, Random, WIDTH};
 use backend::{
     Claim, Clock as _, ControlRegisters as _, DebuggerWants, Executed, Gprs, GuestLimits, Level,
     LiveRegisters as _, Msrs as _, Nested as _, NestedPaging as _, Onward, Permissions as _, RAX,
@@ -152,19 +152,11 @@ impl Play {
                 (0x48, CLOSED, 8),
                 (0x58, 1, 4),
                 (0x60, 1 << 24, 4),
-                (0x410, 0xffff_ffff_0a9b_0010, 8),
-                (0x420, 0xffff_ffff_0c93_0018, 8),
-                (0x460, 0x7f_0000_0000, 8),
-                (0x480, 0xfff_0000_0000, 8),
-                (0x4d0, 0x1500, 8),
-                (0x548, 0x20, 8),
-                (0x550, 0x5000, 8),
-                (0x558, 0x8001_0033, 8),
-                (0x560, 0x400, 8),
-                (0x568, 0xffff_0ff0, 8),
-                (0x570, 2, 8),
                 (0x668, PATS[0], 8),
-            ] {
+            ]
+            .into_iter()
+            .chain(LONG_MODE)
+            {
                 memory.put(at + offset, value, len);
             }
         }

@@ -119,16 +119,22 @@ fn what_l1_injects_and_l2_has_no_gate_for_is_lost() {
     }
 }
 
+/// L1 injects an NMI into L2, and handles one of its own or not. The machine, and what is injected.
+fn injecting_an_nmi(masked: bool) -> (Hypervisor, u64) {
+    let injected = event::VALID | event::NMI | 2;
+    let mut machine = intercepting(NMI | CPUID);
+    machine.put(EVENTINJ, injected);
+    let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
+    machine.vcpu.restore_events(&events, GivenEvents::default());
+    machine.vmrun();
+    (machine, injected)
+}
+
 /// An NMI that L1 injects is L2's, and so is its mask, which L1 keeps: L1's own stays as it is, whatever comes between.
 #[test]
 fn an_injected_nmi_that_goes_in_again_masks_none_of_l1s() {
     for masked in [false, true] {
-        let injected = event::VALID | event::NMI | 2;
-        let mut machine = intercepting(NMI | CPUID);
-        machine.put(EVENTINJ, injected);
-        let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
-        machine.vcpu.restore_events(&events, GivenEvents::default());
-        machine.vmrun();
+        let (mut machine, injected) = injecting_an_nmi(masked);
         fault_in_delivery(&mut machine, 0x5000, injected);
         machine.vcpu.backend().cpu().inner().injects(injected);
         machine.then(exit(ExitCode::Cpuid));
@@ -145,12 +151,7 @@ fn an_injected_nmi_that_goes_in_again_masks_none_of_l1s() {
 #[test]
 fn an_injected_nmi_that_does_not_arrive_leaves_l1s_mask() {
     for masked in [false, true] {
-        let injected = event::VALID | event::NMI | 2;
-        let mut machine = intercepting(NMI | CPUID);
-        machine.put(EVENTINJ, injected);
-        let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
-        machine.vcpu.restore_events(&events, GivenEvents::default());
-        machine.vmrun();
+        let (mut machine, injected) = injecting_an_nmi(masked);
         machine.then(move |vmcb, gprs| {
             exit(ExitCode::Cpuid)(vmcb, gprs);
             vmcb.control.exit_int_info = injected;
@@ -192,13 +193,7 @@ fn an_event_that_a_saved_state_names_twice_comes_once() {
         let mut machine = intercepting(CPUID);
         machine.vcpu.set_sregs(&sregs, None).unwrap();
         machine.vcpu.set_regs(&regs);
-        if state_first {
-            machine.vcpu.set_nested_state(&state).unwrap();
-            machine.vcpu.restore_events(&events, GivenEvents::default());
-        } else {
-            machine.vcpu.restore_events(&events, GivenEvents::default());
-            machine.vcpu.set_nested_state(&state).unwrap();
-        }
+        rig::restore(&mut machine.vcpu, &state, &events, state_first);
         assert_eq!(machine.vcpu.saved_events().interrupt, events.interrupt);
         machine.vcpu.backend().cpu().inner().injects(injected);
         machine.then(move |vmcb, gprs| {

@@ -210,13 +210,7 @@ fn an_event_that_a_saved_state_names_twice_comes_once() {
             interrupt_soft: injected == SOFT,
             ..SavedEvents::default()
         };
-        if state_first {
-            machine.vcpu.set_nested_state(&state).unwrap();
-            machine.vcpu.restore_events(&events, GivenEvents::default());
-        } else {
-            machine.vcpu.restore_events(&events, GivenEvents::default());
-            machine.vcpu.set_nested_state(&state).unwrap();
-        }
+        rig::restore(&mut machine.vcpu, &state, &events, state_first);
         machine.then(move |vmcs, gprs| {
             assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
             assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), injected);

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use gannet_nested_vmx::leave::{self, Exit as _, Known, Report};
 use gannet_nested_vmx::machine::{
-    Cpu, Entered, EntryBy, Instruction, PendingEntry, Place, enlightened::Loaded,
+    Entered, EntryBy, Instruction, PendingEntry, Place, enlightened::Loaded,
 };
 use gannet_nested_vmx::merge::{self, Pages, time::ONE, time::Tsc};
 use gannet_nested_vmx::{EntryFailure, GuestMemory, Machine, Vmcs12};
@@ -20,7 +20,7 @@ use x86::vmcs::{ProcControls2, field};
 use x86::{Gpa, Hpa};
 use zerocopy::IntoBytes;
 
-use super::world::{self, LIMITS, Memory, OPERAND, Vmcs02};
+use super::world::{self, CPU, LIMITS, Memory, OPERAND, Vmcs02};
 
 /// Steps of a sequence: L1 then begins anew, lest it stay where it has written itself into a corner.
 const STEPS: u64 = 96;
@@ -57,18 +57,6 @@ const COMPOSED: [Group; 9] = [
     Group::Time,
     Group::MsrLists,
 ];
-
-/// L1, in its kernel.
-const CPU: Cpu = Cpu {
-    cr0: 0x8005_0033,
-    cr4: 0x2020,
-    long_mode: true,
-    is_64_bit: true,
-    vm86: false,
-    cpl: 0,
-    blocked_by_mov_ss: false,
-    feature_control: 5,
-};
 
 struct Random(u64);
 

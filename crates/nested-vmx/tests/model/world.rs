@@ -262,28 +262,30 @@ const WRITES: &[(u64, [u64; 4])] = &[
     (0x200c, [0; 4]),
 ];
 
+/// L1, in its kernel.
+pub const CPU: Cpu = Cpu {
+    cr0: 0x8005_0033,
+    cr4: 0x2020,
+    long_mode: true,
+    is_64_bit: true,
+    vm86: false,
+    cpl: 0,
+    blocked_by_mov_ss: false,
+    feature_control: 5,
+};
+
 fn cpu(number: u64) -> Cpu {
-    let normal = Cpu {
-        cr0: 0x8005_0033,
-        cr4: 0x2020,
-        long_mode: true,
-        is_64_bit: true,
-        vm86: false,
-        cpl: 0,
-        blocked_by_mov_ss: false,
-        feature_control: 5,
-    };
     match number >> 56 & 63 {
-        0 => Cpu { cpl: 3, ..normal },
-        1 => Cpu { is_64_bit: false, ..normal },
-        2 => Cpu { vm86: true, long_mode: false, is_64_bit: false, ..normal },
-        3 => Cpu { cr4: 0x20, ..normal },
-        4 => Cpu { cr0: 0x32, ..normal },
-        5 => Cpu { feature_control: 1, ..normal },
-        6 => Cpu { cr0: 0x8005_0013, ..normal },
-        7 => Cpu { blocked_by_mov_ss: true, ..normal },
-        8 => Cpu { long_mode: false, is_64_bit: false, ..normal },
-        _ => normal,
+        0 => Cpu { cpl: 3, ..CPU },
+        1 => Cpu { is_64_bit: false, ..CPU },
+        2 => Cpu { vm86: true, long_mode: false, is_64_bit: false, ..CPU },
+        3 => Cpu { cr4: 0x20, ..CPU },
+        4 => Cpu { cr0: 0x32, ..CPU },
+        5 => Cpu { feature_control: 1, ..CPU },
+        6 => Cpu { cr0: 0x8005_0013, ..CPU },
+        7 => Cpu { blocked_by_mov_ss: true, ..CPU },
+        8 => Cpu { long_mode: false, is_64_bit: false, ..CPU },
+        _ => CPU,
     }
 }
 

@@ -22,6 +22,21 @@ pub const WIDTH: u32 = 40;
 pub const CLOSED: u64 = 8 << 12;
 pub const OPEN: u64 = 12 << 12;
 
+/// Where in a block, what and how wide: a guest in long mode, which VMRUN takes.
+pub const LONG_MODE: [(u64, u64, usize); 11] = [
+    (0x410, 0xffff_ffff_0a9b_0010, 8),
+    (0x420, 0xffff_ffff_0c93_0018, 8),
+    (0x460, 0x7f_0000_0000, 8),
+    (0x480, 0xfff_0000_0000, 8),
+    (0x4d0, 0x1500, 8),
+    (0x548, 0x20, 8),
+    (0x550, 0x5000, 8),
+    (0x558, 0x8001_0033, 8),
+    (0x560, 0x400, 8),
+    (0x568, 0xffff_0ff0, 8),
+    (0x570, 2, 8),
+];
+
 /// Bytes that were given, and behind them a sequence that follows from its seed.
 pub struct Random {
     seed: u64,

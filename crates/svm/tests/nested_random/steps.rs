@@ -102,22 +102,14 @@ impl Test {
             (0x48, if random & 2 == 0 { CLOSED } else { OPEN }, 8),
             (0x58, 1 + (random >> 4 & 3), 4),
             (0x60, 1 << 24 | random >> 9 & 0x10f, 4),
-            (0x410, 0xffff_ffff_0a9b_0010, 8),
-            (0x420, 0xffff_ffff_0c93_0018, 8),
-            (0x460, 0x7f_0000_0000, 8),
-            (0x480, 0xfff_0000_0000, 8),
-            (0x4d0, 0x1500, 8),
-            (0x548, 0x20, 8),
-            (0x550, 0x5000, 8),
-            (0x558, 0x8001_0033, 8),
-            (0x560, 0x400, 8),
-            (0x568, 0xffff_0ff0, 8),
-            (0x570, 2, 8),
             (0x578, random & 0xff_ffff, 8),
             (0x5d8, random >> 3 & 0xffff, 8),
             (0x5f8, random, 8),
             (0x668, 0x0007_0406_0007_0406, 8),
-        ] {
+        ]
+        .into_iter()
+        .chain(LONG_MODE)
+        {
             self.memory.put(at + offset, value, len);
         }
     }

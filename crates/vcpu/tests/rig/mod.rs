@@ -9,10 +9,13 @@ pub mod vmx;
 use std::cell::RefCell;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
-use backend::Gprs;
+use backend::{Backend, Gprs};
 use cpu::{Counting, Counts, Model, Op};
 use cpuid::{Entry, HostFacts, Supported};
-use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
+use gannet_vcpu::{
+    Offered, RunInput, UserExit, Vcpu,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use host::KBox;
 use irqchip::lapic::CpuRole;
 use msr::HostMsrs;
@@ -259,5 +262,21 @@ pub fn assert_only_vmrun(ten: &Counts) {
         Op::Vmsave,
     ] {
         assert_eq!(ten.of(op), 0, "{op:?}");
+    }
+}
+
+/// Gives a vCPU a nested state and events that were saved with it, in either order.
+pub fn restore<B: Backend>(
+    vcpu: &mut Vcpu<B>,
+    state: &[u8],
+    events: &SavedEvents,
+    state_first: bool,
+) {
+    if state_first {
+        vcpu.set_nested_state(state).unwrap();
+    }
+    vcpu.restore_events(events, GivenEvents::default());
+    if !state_first {
+        vcpu.set_nested_state(state).unwrap();
     }
 }

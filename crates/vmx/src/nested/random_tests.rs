@@ -44,10 +44,10 @@ const OFFERED: [u64; 11] = [
     1 << 9 | 1 << 4,
 ];
 
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -58,8 +58,17 @@ impl Random {
         (self.next() >> 20) as usize % n
     }
 
-    fn of<T: Copy>(&mut self, list: &[T]) -> T {
+    pub(super) fn of<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.below(list.len())]
+    }
+
+    pub(super) fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    /// Some of these bits.
+    pub(super) fn some(&mut self, bits: u64) -> u64 {
+        self.next() & bits
     }
 }
 

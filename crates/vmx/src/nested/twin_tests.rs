@@ -22,7 +22,10 @@ use std::{
     vec::Vec,
 };
 
-use super::round_trip_tests::{Rig, features, good};
+use super::{
+    random_tests::Random,
+    round_trip_tests::{Rig, features, good},
+};
 use crate::{fields, percpu};
 
 /// Steps of a sequence.
@@ -35,24 +38,7 @@ const TABLES: [u64; 2] = [0x5000, 0x6000];
 const PATS: [u64; 3] = [0x0007_0406_0007_0406, 0x0606_0606_0606_0606, 0];
 const PDPTES: [u64; 4] = [0, 0x1001, 0x2001, 0x3001];
 
-struct Random(u64);
-
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-    fn one_in(&mut self, n: u64) -> bool {
-        self.next().is_multiple_of(n)
-    }
-    fn of<T: Copy>(&mut self, list: &[T]) -> T {
-        list[(self.next() % list.len() as u64) as usize]
-    }
-    fn some(&mut self, bits: u64) -> u64 {
-        self.next() & bits
-    }
     fn some_or_all(&mut self, bits: u64) -> u64 {
         if self.one_in(3) { self.some(bits) } else { bits }
     }
@@ -119,7 +105,8 @@ struct Play {
 
 impl Play {
     fn new(case: u64, whole: bool) -> Self {
-        let mut r = Random(case.wrapping_mul(0x1234_5678_9abc_def1));
+        // Never 0, from which no number would follow.
+        let mut r = Random(case.wrapping_add(1).wrapping_mul(0x1234_5678_9abc_def1) | 1);
         let mut f = features();
         f.tsc_scaling = true;
         f.shadow_vmcs = r.one_in(2);
