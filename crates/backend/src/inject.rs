@@ -80,7 +80,8 @@ pub trait Injection {
     fn nmi_masked_for_l1(&self) -> bool {
         self.nmi_masked()
     }
-    /// The same once L2 was put aside; `told` is what it was while that ran.
+    /// Whether NMIs are masked for L1, asked once L2 was put aside; `told` is what
+    /// [`nmi_masked_for_l1`](Self::nmi_masked_for_l1) said while L2 ran.
     fn nmi_masked_behind_l2(&self, told: bool) -> bool {
         told
     }

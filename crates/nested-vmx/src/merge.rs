@@ -161,7 +161,7 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
         wakes |= !(l0.primary | v.primary()).contains(ProcControls::HLT);
     }
     // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active. Only an HLT that does not exit leaves it
-    // in another state, and L1 is told of none: it is active again where L1 sets its flow, or its HLT has an exit now.
+    // in another state: it is active again where L1 sets its flow, or its HLT has an exit now.
     if wakes {
         to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
     }

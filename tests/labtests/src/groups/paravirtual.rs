@@ -433,6 +433,7 @@ guest_code!(
     "mov $300000, %edx",
     "3: dec %edx",
     "jnz 3b",
+    "movq $-1, RESULT",
     "mov $5, %eax",
     "xor %ebx, %ebx",
     "mov $1, %ecx",
