@@ -19,7 +19,12 @@ use x86::{
     vmcb::{Clean, ExitCode},
 };
 
-use crate::{exits, host_state::HostState, percpu::PerCpu, state::Svm};
+use crate::{
+    exits,
+    host_state::HostState,
+    percpu::{PerCpu, Saving},
+    state::Svm,
+};
 
 impl<C: Cpu> WorldSwitch for Svm<C> {
     /// A VMCB is memory: what a CPU may hold of it, another does not need.
@@ -34,9 +39,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
 
     /// The host's state in the save area is not this thread's any more.
     fn begin_run(&mut self) {
-        self.runs = self.runs.wrapping_add(1);
-        // The vCPU's id and its own count: no counter that two CPUs write.
-        self.run = (self.id << 32) | u64::from(self.runs);
+        self.saving = Saving::NONE;
     }
 
     fn load(&mut self, at: usize) {
@@ -74,8 +77,8 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         // From here to STGI no NMI comes, which would need the host's GS base and TR.
         self.cpu.clgi();
         // A process that has an LDT may change it under this thread; then what was saved is stale.
-        if here.saved_for.load(Relaxed) != self.run || hostcpu::uses_ldt() {
-            here.saved_for.store(self.run, Relaxed);
+        if self.saving != here.last_saving(at) || hostcpu::uses_ldt() {
+            self.saving = here.next_saving(at);
             self.save_host(here);
         }
         // Behind the host's VMSAVE: from here on these registers are the guest's.

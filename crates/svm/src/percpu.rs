@@ -3,7 +3,7 @@
 //! Every field is touched only on its own CPU with interrupts off, so plain relaxed atomics do:
 //! they cost what an ordinary load or store costs.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
 use host::{NoMemory, once::Once, page::Page};
 use x86::{Efer, Hpa, msr};
@@ -18,14 +18,30 @@ pub struct PerCpu {
     save: Page,
     generation: AtomicU64,
     next_asid: AtomicU32,
-    /// The run of which the save area holds the host state.
-    pub(crate) saved_for: AtomicU64,
+    /// How often the host's state was saved here. Never goes back: no two savings have the same number.
+    saves: AtomicU64,
+    /// The save area holds the host's state, since SVM was switched on.
+    saved: AtomicBool,
     /// The vCPU that ran last here, for IBPB.
     pub(crate) last_vcpu: AtomicU64,
     /// The host's TSC_AUX.
     pub(crate) tsc_aux: AtomicU64,
     /// The host's state where VMSAVE is not to be used for it.
     pub(crate) registers: HostRegisters,
+}
+
+/// One saving of a host's state, told from every other on any CPU: what a vCPU remembers of its own, so that
+/// it never loads what another thread left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Saving {
+    /// The CPU.
+    at: usize,
+    number: u64,
+}
+
+impl Saving {
+    /// None: no CPU has that number.
+    pub(crate) const NONE: Self = Self { at: usize::MAX, number: 0 };
 }
 
 /// State shared by all virtual machines on this host.
@@ -46,8 +62,8 @@ impl PerCpu {
             generation: AtomicU64::new(1),
             // 0 is the host's (APM vol. 2 §15.16).
             next_asid: AtomicU32::new(1),
-            // No run has the number 0.
-            saved_for: AtomicU64::new(0),
+            saves: AtomicU64::new(0),
+            saved: AtomicBool::new(false),
             last_vcpu: AtomicU64::new(0),
             tsc_aux: AtomicU64::new(0),
             registers: HostRegisters::default(),
@@ -64,6 +80,27 @@ impl PerCpu {
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation.load(Relaxed)
+    }
+
+    /// The last saving on this CPU, which is number `at`.
+    #[inline]
+    pub(crate) fn last_saving(&self, at: usize) -> Saving {
+        Saving { at, number: self.saves.load(Relaxed) }
+    }
+
+    /// The one that is made now.
+    #[inline]
+    pub(crate) fn next_saving(&self, at: usize) -> Saving {
+        // 2^64 take longer than any CPU runs.
+        self.saves.store(self.saves.load(Relaxed).wrapping_add(1), Relaxed);
+        self.saved.store(true, Relaxed);
+        self.last_saving(at)
+    }
+
+    /// What the save area holds is nobody's any more.
+    fn forget_saving(&self) {
+        let _ = self.next_saving(0);
+        self.saved.store(false, Relaxed);
     }
 
     /// Has the next ASID begin the numbers anew, with a flush of the whole TLB.
@@ -145,7 +182,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
     this.exhaust_asids();
-    this.saved_for.store(0, Relaxed);
+    this.forget_saving();
     this.last_vcpu.store(0, Relaxed);
     // The kernel sets TSC_AUX once, when the CPU comes online.
     if features().rdtscp {
@@ -172,7 +209,7 @@ pub fn disable<C: Cpu>(c: &mut C) {
 #[inline(never)]
 pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
     // Nothing was ever saved here: the CPU has the host's state.
-    let Some(here) = of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
+    let Some(here) = of(at).filter(|here| here.saved.load(Relaxed)) else {
         return;
     };
     // An interrupt between STGI and the panic's own code would run with what was loaded half.
@@ -190,6 +227,22 @@ pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_saving_is_taken_for_another() {
+        let cpus = [PerCpu::new().unwrap(), PerCpu::new().unwrap()];
+        let mut all = alloc::vec![Saving::NONE, cpus[0].last_saving(0), cpus[1].last_saving(1)];
+        for (at, cpu) in [0, 1, 1, 0, 1].map(|at| (at, &cpus[at])) {
+            all.push(cpu.next_saving(at));
+            assert_eq!(cpu.last_saving(at), all[all.len() - 1]);
+            // The CPU went offline and came back.
+            cpu.forget_saving();
+            all.push(cpu.last_saving(at));
+        }
+        for (i, one) in all.iter().enumerate() {
+            assert!(!all[..i].contains(one), "{all:?}");
+        }
+    }
 
     #[test]
     fn asids_run_out_into_a_new_generation_with_a_flush() {

@@ -19,6 +19,7 @@ use crate::{
     features::Features,
     guest_regs::GuestRegs,
     l2::{State, TscBelow},
+    percpu::Saving,
 };
 
 /// What is known of the guest's NMI handling on CPUs without virtual NMIs.
@@ -82,9 +83,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) block: ControlBlock,
     pub(crate) cpu: C,
     pub(crate) features: Features,
-    /// Number of the current run; the host's save area is tagged with it.
-    pub(crate) run: u64,
-    pub(crate) runs: u32,
+    /// Where and when the host's state of this run was saved last.
+    pub(crate) saving: Saving,
     pub(crate) id: u64,
     pub(crate) extended: Extended,
     pub(crate) debug: DebugRegs,
@@ -133,8 +133,7 @@ impl<C: Cpu> Svm<C> {
             block: ControlBlock::new()?,
             cpu,
             features,
-            run: 0,
-            runs: 0,
+            saving: Saving::NONE,
             // From 1, and never used twice: a CPU that remembers a vCPU which is gone takes no new
             // one for it.
             id: IDS.fetch_add(1, Relaxed),

@@ -240,3 +240,32 @@ proptest! {
         }
     }
 }
+
+proptest! {
+    /// Three threads with a vCPU each, on two CPUs, in any order: what a vCPU loads when it leaves is its own thread's, though
+    /// another's was saved in the same area meanwhile.
+    #[test]
+    fn a_vcpu_loads_the_state_of_its_own_thread(
+        msr in any::<bool>(),
+        acts in proptest::collection::vec((0..3usize, 0..2usize, any::<bool>()), 1..40),
+    ) {
+        let state = if msr { HostState::Msr } else { HostState::Vmsave };
+        let mut vcpus = [0x10u16, 0x20, 0x30].map(|selector| {
+            let mut v = vcpu_of(&machine(state));
+            let model = v.backend().cpu().inner();
+            model.moved.selectors = Selectors { fs: selector, gs: selector, ldt: selector };
+            model.host = model.moved;
+            v.backend().begin_run();
+            v
+        });
+        for (which, at, anew) in acts {
+            let b = vcpus[which].backend();
+            if anew {
+                b.begin_run();
+            }
+            b.load(at);
+            b.unload(Onward::ToGuest);
+            assert_host_is_back(&mut vcpus[which]);
+        }
+    }
+}
