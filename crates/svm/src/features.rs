@@ -62,6 +62,8 @@ pub enum Unusable {
     Absent,
     /// No TDP.
     NoNpt,
+    /// Family 10h (erratum 383).
+    TlbErratum,
     /// VM_CR.SVMDIS is set: firmware switched it off.
     DisabledByFirmware,
     /// EFER.SVME is already set: another hypervisor owns this CPU.
@@ -74,6 +76,7 @@ impl Unusable {
         match self {
             Self::Absent => "the CPU does not offer SVM",
             Self::NoNpt => "the CPU does not offer TDP",
+            Self::TlbErratum => "a guest's page tables can stop this CPU (family 10h, erratum 383)",
             Self::DisabledByFirmware => "SVM is disabled by the firmware (VM_CR.SVMDIS)",
             Self::InUse => "another hypervisor has enabled SVM (EFER.SVME is set)",
         }
@@ -99,6 +102,11 @@ impl Features {
             return Err(Unusable::NoNpt);
         }
         let basic = cpuid(1, 0);
+        // A guest that makes a large page of small ones without a flush has a machine check, of which the host
+        // dies, unless it patches the CPU and reads the banks: too much for CPUs that were last sold in 2012.
+        if x86::cpuid::family(basic[0]) == 0x10 {
+            return Err(Unusable::TlbErratum);
+        }
         let seven = if cpuid(0, 0)[0] >= 7 { cpuid(7, 0) } else { [0; 4] };
         let ext8 = cpuid(0x8000_0008, 0);
         let xsaves = cpuid(0, 0)[0] >= 0xd && cpuid(0xd, 1)[0] & (1 << 3) != 0;
@@ -215,6 +223,16 @@ mod tests {
             let f = Features::read(with, Cr4::empty()).unwrap();
             assert_eq!(f.v_vmload, offered, "{signature:#x}");
         }
+    }
+
+    /// Phenom II and the first 15h.
+    #[test]
+    fn a_cpu_that_a_guests_tables_can_stop_is_refused() {
+        let with = |signature| {
+            move |leaf, sub| if leaf == 1 { [signature, 0, 0, 0] } else { cpuid(leaf, sub) }
+        };
+        assert_eq!(Features::read(with(0x0010_0f43), Cr4::empty()), Err(Unusable::TlbErratum));
+        assert!(Features::read(with(0x0060_0f12), Cr4::empty()).is_ok());
     }
 
     #[test]
