@@ -35,6 +35,12 @@
 
 #include "glue/history.h"
 
+#ifdef X86_FEATURE_CLEAR_CPU_BUF_VM_MMIO
+#define GNT_CLEAR_BUFFERS	ALTERNATIVE "", __CLEAR_CPU_BUFFERS, GNT_VERW_FOR_VMX
+#else
+#define GNT_CLEAR_BUFFERS	CLEAR_CPU_BUFFERS
+#endif
+
 #define AT_RAX	(0 * 8)
 #define AT_RCX	(1 * 8)
 #define AT_RDX	(2 * 8)
@@ -108,7 +114,7 @@ SYM_FUNC_START(gnt_vmx_enter)
 	mov AT_RDI(%rdi), %rdi
 
 	/* Changes ZF only. Everything loaded after this could leak again, so it is the last thing. */
-	CLEAR_CPU_BUFFERS
+	GNT_CLEAR_BUFFERS
 
 	UNWIND_HINT_SAVE
 	jnc .Lvmlaunch

@@ -230,8 +230,8 @@ u64 gnt_mitigation_facts(void)
 	facts |= FACT(11, boot_cpu_has_bug(X86_BUG_TSA));
 #endif
 	facts |= FACT(16, boot_cpu_has(X86_FEATURE_FLUSH_L1D));
-#ifdef X86_FEATURE_CLEAR_CPU_BUF
-	facts |= FACT(17, boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF));
+#ifdef GNT_VERW_FOR_VMX
+	facts |= FACT(17, boot_cpu_has(GNT_VERW_FOR_VMX));
 #endif
 	facts |= FACT(18, boot_cpu_has(X86_FEATURE_RSB_VMEXIT));
 	facts |= FACT(19, boot_cpu_has(X86_FEATURE_RSB_VMEXIT_LITE));
@@ -264,5 +264,8 @@ u64 gnt_mitigation_facts(void)
 			  boot_cpu_has(X86_FEATURE_ARAT));
 	facts |= FACT(35, cpu_smt_possible());
 	facts |= FACT(36, clears_for_devices());
+#ifdef X86_FEATURE_SRSO_BP_SPEC_REDUCE
+	facts |= FACT(37, cpu_feature_enabled(X86_FEATURE_SRSO_BP_SPEC_REDUCE));
+#endif
 	return facts;
 }

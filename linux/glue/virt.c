@@ -130,13 +130,34 @@ off:
 
 #endif
 
+/*
+ * Where the kernel leaves return predictions (SRSO) to the hypervisor, branch prediction is reduced for as long as guests
+ * may run.
+ */
+static void reduce_speculation(bool on)
+{
+#ifdef X86_FEATURE_SRSO_BP_SPEC_REDUCE
+	u64 config;
+
+	if (!cpu_feature_enabled(X86_FEATURE_SRSO_BP_SPEC_REDUCE))
+		return;
+	rdmsrq(MSR_ZEN4_BP_CFG, config);
+	config &= ~BIT_ULL(MSR_ZEN4_BP_CFG_BP_SPEC_REDUCE_BIT);
+	if (on)
+		config |= BIT_ULL(MSR_ZEN4_BP_CFG_BP_SPEC_REDUCE_BIT);
+	wrmsrq(MSR_ZEN4_BP_CFG, config);
+#endif
+}
+
 /* With SVM on, counters can be told to count the host alone. */
 int gnt_svm_on(void)
 {
 	int r = svm_on();
 
-	if (!r)
+	if (!r) {
+		reduce_speculation(true);
 		amd_pmu_enable_virt();
+	}
 	return r;
 }
 
@@ -145,6 +166,7 @@ void gnt_svm_off(void)
 {
 	if (!in_nmi() && !gnt_rebooting)
 		amd_pmu_disable_virt();
+	reduce_speculation(false);
 	svm_off();
 }
 

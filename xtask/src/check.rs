@@ -29,7 +29,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Ok(image) => image,
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
-    let checks: [(&str, Result<(), String>); 12] = [
+    let checks: [(&str, Result<(), String>); 13] = [
         ("holds the one Rust object", core(layout, kernel, &image)),
         ("has vendors' modules that take no more than they may", vendors(layout, kernel)),
         ("has only relocations the loader accepts", relocations(&image)),
@@ -41,6 +41,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         ("keeps its text under 1.5 MiB", text_size(&image)),
         ("documents every parameter", parameters(&image)),
         ("keeps its Rust code where no probe can be", probes(&image)),
+        ("empties buffers at the kernel's word, as stock KVM does", buffers(layout, kernel)),
         ("has no access of per-CPU data in its Rust code", per_cpu_data(&image)),
     ];
     for (title, result) in checks {
@@ -88,6 +89,20 @@ fn core(layout: &Layout, kernel: Kernel, image: &Image) -> Result<(), String> {
     let wanted = text.split_whitespace().next().unwrap_or_default();
     let told = image.modinfo.iter().find_map(|m| m.strip_prefix("gannet_core="));
     if told == Some(wanted) { Ok(()) } else { Err(format!("{told:?} is not {wanted}")) }
+}
+
+/// VERW waits for the features that it waits for in the stock modules of the same kernel.
+fn buffers(layout: &Layout, kernel: Kernel) -> Result<(), String> {
+    let words = |path: std::path::PathBuf| {
+        crate::alternatives::verw(&path).map_err(|error| format!("{error:#}"))
+    };
+    let mut stock = BTreeSet::new();
+    for machine in MACHINES {
+        stock.extend(words(layout.stock_module(kernel, machine.stock_module()))?);
+    }
+    let own = words(layout.gannet_module(kernel))?;
+    let same = own == stock && !own.is_empty();
+    if same { Ok(()) } else { Err(format!("features {own:#x?}, stock KVM {stock:#x?}")) }
 }
 
 /// The modules beside the one with the Rust: what they import, and their parameters.

@@ -1,6 +1,7 @@
 //! The developer's commands, behind `make`: set up the lab, build the module, check it, run it on emulated machines and measure it.
 
 mod again;
+mod alternatives;
 mod attempt;
 mod bench;
 mod boot;

@@ -79,7 +79,7 @@ facts! {
     ITS = 10, "Indirect target selection.";
     TSA = 11, "Transient scheduler attacks (AMD).";
     FLUSH_L1D = 16, "The CPU has an instruction that flushes the L1 data cache.";
-    VERW = 17, "The kernel has VERW clear the CPU's buffers.";
+    VERW = 17, "The kernel has VERW clear the CPU's buffers before entries of VMX.";
     RSB_VMEXIT = 18, "The return stack is to be filled after a VM exit.";
     RSB_VMEXIT_LITE = 19, "One return is to be retired after a VM exit.";
     KERNEL_IBRS = 20, "SPEC_CTRL.IBRS is written at every entry into the kernel.";
@@ -99,6 +99,7 @@ facts! {
     MWAIT = 34, "MWAIT can be given to guests: it works, and the APIC timer goes on in C-states.";
     SMT_POSSIBLE = 35, "Hardware threads share cores, or may come to.";
     VERW_DEVICES = 36, "The kernel wants buffers cleared before guests that reach a device's memory.";
+    SPEC_REDUCE = 37, "Return predictions are left to the hypervisor, which has branch prediction reduced (AMD).";
 }
 
 impl Facts {

@@ -162,6 +162,7 @@ impl Report {
         let returns = match () {
             () if has(Facts::IBPB_ON_VMEXIT) => "IBPB after exits",
             () if has(Facts::UNRET) => "untrained after exits",
+            () if has(Facts::SPEC_REDUCE) => "reduced while virtualization is on",
             () => "not untrained",
         };
         let mmio = match (has(Facts::MMIO_STALE_DATA), verw) {
