@@ -73,6 +73,26 @@ void gnt_seq_write(struct seq_file *to, const char *text, size_t len)
 }
 
 /*
+ * A VM is named by its creator and descriptor, which may both be used again while it lives. The kernel says so without limit
+ * to whoever makes a directory that exists.
+ */
+static struct dentry *vm_dir(const char *name)
+{
+	struct dentry *dir;
+
+	mutex_lock(&vms_lock);
+	dir = debugfs_lookup(name, root);
+	if (dir) {
+		dput(dir);
+		dir = NULL;
+	} else {
+		dir = debugfs_create_dir(name, root);
+	}
+	mutex_unlock(&vms_lock);
+	return dir;
+}
+
+/*
  * NULL when there is nothing to be seen; the share of the object is then the caller's still. The
  * parent is NULL for a VM, and its directory for a vCPU.
  */
@@ -90,8 +110,8 @@ struct gnt_debug_dir *gnt_debug_add(const char *name, struct gnt_debug_dir *pare
 	d->calls = calls;
 	d->object = object;
 	INIT_LIST_HEAD(&d->all);
-	d->dentry = debugfs_create_dir(name, parent ? parent->dentry : root);
-	if (IS_ERR(d->dentry)) {
+	d->dentry = parent ? debugfs_create_dir(name, parent->dentry) : vm_dir(name);
+	if (IS_ERR_OR_NULL(d->dentry)) {
 		kfree(d);
 		return NULL;
 	}
