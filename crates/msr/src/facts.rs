@@ -136,6 +136,8 @@ pub struct HostMsrs {
     pub spec_ctrl: bool,
     /// The CPU has TSC_AUX.
     pub tsc_aux: bool,
+    /// The CPU virtualizes the records of branches.
+    pub lbr: bool,
     /// The lazy TSC deadline is offered to guests.
     pub lazy_deadline: bool,
     /// Guests may use Hyper-V's interface, as far as an enlightened VMCS needs it.

@@ -56,10 +56,11 @@ macro_rules! msrs {
                 "components that the guest may have (none on AMD); guest: with XSAVES";
             DEBUGCTL           [saved]              []
                 "LBR and BTF; on AMD 5:2 are ignored, and where the CPU virtualizes the records BTF is";
-            LAST_BRANCH_FROM   []                   []          "written while LBR is set; 0 on Intel";
-            LAST_BRANCH_TO     []                   []          "as LAST_BRANCH_FROM";
-            LAST_INT_FROM      []                   []          "as LAST_BRANCH_FROM";
-            LAST_INT_TO        []                   []          "as LAST_BRANCH_FROM";
+            LAST_BRANCH_FROM   [saved if lbr]       []
+                "read only for a guest; host: any value where the CPU virtualizes the records, else 0";
+            LAST_BRANCH_TO     [saved if lbr]       []          "as LAST_BRANCH_FROM";
+            LAST_INT_FROM      [saved if lbr]       []          "as LAST_BRANCH_FROM";
+            LAST_INT_TO        [saved if lbr]       []          "as LAST_BRANCH_FROM";
         }
 
         Pv

@@ -15,6 +15,7 @@ const AMD: HostMsrs = HostMsrs {
     de_cfg: 2,
     spec_ctrl: true,
     tsc_aux: true,
+    lbr: true,
     lazy_deadline: true,
     hyperv: false,
     vmx: None,
@@ -106,6 +107,8 @@ fn what_a_write_depends_on_comes_first() {
         (TSC_ADJUST, TSC_DEADLINE),
         (KVM_LAZY_TSC_DEADLINE, TSC_DEADLINE),
         (PLATFORM_INFO, MISC_FEATURES_ENABLES),
+        // Which turns recording on, and brings the records into the block where they are then.
+        (DEBUGCTL, LAST_BRANCH_FROM),
     ] {
         assert!(place(first) < place(then), "{first:#x} before {then:#x}");
     }
@@ -115,7 +118,7 @@ fn what_a_write_depends_on_comes_first() {
 fn the_list_follows_the_host() {
     let has = |host: &HostMsrs, wanted| lists::saved(host).any(|index| index == wanted);
     let plain = HostMsrs::default();
-    for index in [SPEC_CTRL, TSC_AUX, VM_HSAVE_PA, TSC_RATIO, KVM_LAZY_TSC_DEADLINE] {
+    for index in [SPEC_CTRL, TSC_AUX, VM_HSAVE_PA, TSC_RATIO, KVM_LAZY_TSC_DEADLINE, LAST_INT_TO] {
         assert!(has(&AMD, index) && !has(&plain, index), "{index:#x}");
     }
     assert!(has(&plain, STAR) && has(&plain, KVM_STEAL_TIME));

@@ -14,6 +14,7 @@ const AMD: HostMsrs = HostMsrs {
     de_cfg: 2,
     spec_ctrl: true,
     tsc_aux: true,
+    lbr: true,
     lazy_deadline: true,
     hyperv: false,
     vmx: None,

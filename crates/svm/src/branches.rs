@@ -63,12 +63,16 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    /// Writes a record of branches. False: nothing is recorded, and a write is refused as on stock KVM.
+    /// Writes a record of branches where [`branch_record`](Self::branch_record) finds it. False: the CPU has none.
+    #[cold]
+    #[inline(never)]
     pub(crate) fn set_branch_record(&mut self, index: u32, value: u64) -> bool {
-        if !records(&self.vmcb().control) {
+        if !self.features.lbr {
             return false;
         }
-        if let Some(place) = record(&mut self.vmcb_mut(Clean::LBR).save, index) {
+        let here = records(&self.vmcb().control);
+        let block = if here { &mut self.block } else { self.block_of_l1() };
+        if let Some(place) = record(&mut block.vmcb_mut(Clean::LBR).save, index) {
             *place = value;
         }
         true

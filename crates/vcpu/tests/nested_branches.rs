@@ -55,8 +55,7 @@ impl Branches for Hypervisor {
     }
 
     fn finds(&mut self, records: [u64; 4]) {
-        let msrs = [LAST_BRANCH_FROM, LAST_BRANCH_TO, LAST_INT_FROM, LAST_INT_TO];
-        for (index, value) in msrs.into_iter().zip(records) {
+        for (index, value) in RECORDS.into_iter().zip(records) {
             self.reads_msr(index, value);
         }
     }
@@ -77,9 +76,6 @@ fn a_guest_has_its_branches_recorded_while_it_asks_for_that() {
     machine.branches(OF_L1);
     machine.reads_msr(DEBUGCTL, LBR);
     machine.finds(OF_L1);
-    machine.writes_msr(LAST_BRANCH_TO, 5);
-    machine.reads_msr(LAST_BRANCH_TO, 5);
-    machine.writes_msr(LAST_BRANCH_TO, OF_L1[1]);
     machine.writes_msr(DEBUGCTL, 0);
     machine.then(|vmcb, gprs| {
         assert_recording(vmcb, false);
@@ -91,15 +87,101 @@ fn a_guest_has_its_branches_recorded_while_it_asks_for_that() {
     assert_eq!(machine.vcpu.read_msr(LAST_INT_TO, By::Vmm).unwrap(), OF_L1[3]);
 }
 
+/// The CPU writes the records. A guest does not, whether it records or not.
 #[test]
-fn a_record_is_not_written_while_nothing_is_recorded() {
-    let mut machine = hypervisor();
-    machine.writes_msr(LAST_BRANCH_FROM, 5);
+fn a_guest_writes_no_record() {
     let gp = x86::vmcb::event::VALID | x86::vmcb::event::EXCEPTION | 13 | 1 << 11;
-    machine.vcpu.backend().cpu().inner().injects(gp);
-    machine.then(exit(ExitCode::Hlt));
-    assert_eq!(machine.run(), UserExit::Hlt);
-    assert!(machine.vcpu.write_msr(DEBUGCTL, 1 << 6, By::Vmm).is_err());
+    for debugctl in [0, LBR] {
+        let mut machine = hypervisor();
+        machine.writes_msr(DEBUGCTL, debugctl);
+        machine.writes_msr(LAST_BRANCH_FROM, 5);
+        machine.vcpu.backend().cpu().inner().injects(gp);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert!(machine.vcpu.write_msr(DEBUGCTL, 1 << 6, By::Vmm).is_err());
+        assert_eq!(machine.vcpu.read_msr(LAST_BRANCH_FROM, By::Vmm), Ok(0));
+    }
+}
+
+const RECORDS: [u32; 4] = [LAST_BRANCH_FROM, LAST_BRANCH_TO, LAST_INT_FROM, LAST_INT_TO];
+
+/// What a VMM saves of a guest's records, DEBUGCTL with them, it writes back on another host.
+fn carry(from: &mut Hypervisor, to: &mut Hypervisor) {
+    for index in [DEBUGCTL].into_iter().chain(RECORDS) {
+        let value = from.vcpu.read_msr(index, By::Vmm).unwrap();
+        to.vcpu.write_msr(index, value, By::Vmm).unwrap();
+    }
+}
+
+#[test]
+fn a_vmm_saves_the_records_and_writes_them_back() {
+    for debugctl in [LBR, 0] {
+        let mut machine = hypervisor();
+        machine.writes_msr(DEBUGCTL, LBR);
+        machine.branches(OF_L1);
+        machine.writes_msr(DEBUGCTL, debugctl);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        let mut other = hypervisor();
+        carry(&mut machine, &mut other);
+        other.then(move |vmcb, gprs| {
+            assert_recording(vmcb, debugctl != 0);
+            exit(ExitCode::Wbinvd)(vmcb, gprs);
+        });
+        other.finds(OF_L1);
+        other.writes_msr(DEBUGCTL, LBR);
+        other.finds(OF_L1);
+        other.then(exit(ExitCode::Hlt));
+        assert_eq!(other.run(), UserExit::Hlt);
+    }
+}
+
+/// L2 runs with the records of L1, or with its own, recording or not: they are saved and written back before the nested state
+/// or behind it.
+#[test]
+fn the_records_of_an_l2_that_runs_are_written_back_in_either_order() {
+    for (own, debugctl, state_first) in [0, 1]
+        .into_iter()
+        .flat_map(|own| [LBR, 0].map(|on| (own, on)))
+        .flat_map(|(own, on)| [false, true].map(|first| (own, on, first)))
+    {
+        let run = || {
+            let mut machine = hypervisor();
+            machine.put(VIRT_EXT, own);
+            machine.put(DBGCTL, LBR);
+            machine.writes_msr(DEBUGCTL, LBR);
+            machine.branches(OF_L1);
+            machine
+        };
+        let mut machine = run();
+        machine.vmrun();
+        machine.branches(OF_L2);
+        machine.writes_msr(DEBUGCTL, debugctl);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        let mut state = vec![0; 128 + 4096];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        let (sregs, regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
+        let mut other = hypervisor();
+        other.vcpu.set_sregs(&sregs, None).unwrap();
+        other.vcpu.set_regs(&regs);
+        if state_first {
+            other.vcpu.set_nested_state(&state).unwrap();
+        }
+        carry(&mut machine, &mut other);
+        if !state_first {
+            other.vcpu.set_nested_state(&state).unwrap();
+        }
+        for machine in [&mut machine, &mut other] {
+            machine.finds(OF_L2);
+            machine.reads_msr(DEBUGCTL, debugctl);
+            machine.then(exit(ExitCode::Cpuid));
+            machine.finds(if own == 1 { OF_L1 } else { OF_L2 });
+            machine.reads_msr(DEBUGCTL, if own == 1 { LBR } else { debugctl });
+            machine.then(exit(ExitCode::Hlt));
+            assert_eq!(machine.run(), UserExit::Hlt);
+        }
+    }
 }
 
 /// Without records of its own L2 goes on with L1's, and L1 with what L2 has left.
@@ -223,6 +305,12 @@ fn without_the_feature_nothing_is_recorded() {
     machine.put(DBGCTL, LBR);
     machine.writes_msr(DEBUGCTL, LBR);
     machine.finds([0; 4]);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    // As a VMM writes back what it has read.
+    for (index, value) in RECORDS.into_iter().flat_map(|index| [(index, 0), (index, 1)]) {
+        assert_eq!(machine.vcpu.write_msr(index, value, By::Vmm).is_ok(), value == 0);
+    }
     machine.vmrun();
     machine.then(|vmcb, gprs| {
         assert_eq!((vmcb.control.virt_ext, vmcb.save.dbgctl), (0, LBR));

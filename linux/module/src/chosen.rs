@@ -52,6 +52,8 @@ pub struct Common {
     pub spec_ctrl: bool,
     /// TSC_AUX exists.
     pub tsc_aux: bool,
+    /// Guests have records of branches.
+    pub lbr: bool,
     /// ARCH_CAPABILITIES of the CPU, or 0.
     pub arch_capabilities: u64,
     /// Features that cannot be given to guests.
@@ -179,6 +181,7 @@ impl Found {
                     tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
+                    lbr: features.lbr,
                     arch_capabilities: 0,
                     withheld: [keys, None, None, None, None],
                     by_exits: None,
@@ -195,6 +198,7 @@ impl Found {
                     tsc_ratio: features.tsc_scaling.then_some(VMX_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
+                    lbr: false,
                     arch_capabilities: arch_capabilities(facts),
                     withheld: [
                         keys,

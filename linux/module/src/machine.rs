@@ -124,6 +124,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         de_cfg: if lfence { de_cfg::LFENCE_SERIALIZE } else { 0 },
         spec_ctrl: common.spec_ctrl,
         tsc_aux: common.tsc_aux,
+        lbr: common.lbr,
         lazy_deadline: params::lazy_tscdeadline(),
         hyperv: common.vmx.is_some(),
         vmx: common.vmx,

@@ -372,6 +372,12 @@ impl<B: Backend> Vcpu<B> {
                 Err(Refused)
             }
             DEBUGCTL => self.write_debugctl(value),
+            // The CPU writes them.
+            LAST_BRANCH_FROM..=LAST_INT_TO if by == By::Guest => Err(Refused),
+            // Where there are none they are 0, and a VMM writes back what it has read.
+            LAST_BRANCH_FROM..=LAST_INT_TO => {
+                self.b.set_msr(index, value).or(if value == 0 { Ok(()) } else { Err(Refused) })
+            }
             _ => {
                 // A CPU refuses one that is not canonical, and so would an entry.
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
