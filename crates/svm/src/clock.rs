@@ -14,10 +14,16 @@ impl<C: Cpu> Svm<C> {
     fn renew_tsc(&mut self) {
         // L2's ratio scales L1's TSC as a whole, with what was added to it.
         self.cold.tsc.offset = scale_offset(self.tsc_offset, self.cold.tsc.ratio_of_l2);
-        // Kept as one word, since each change of level asks for it.
-        self.carries = self.features.lbr || self.cold.tsc.ratio_of_l2 != TSC_RATIO_ONE;
+        self.follow_carried();
         self.follow_tsc_offset();
         self.change_ratio(self.level);
+    }
+
+    /// Whether something goes over with the level. Kept as one word, since each change of level asks for it.
+    pub(crate) fn follow_carried(&mut self) {
+        self.carries = self.features.lbr
+            || self.cold.tsc.ratio_of_l2 != TSC_RATIO_ONE
+            || self.cold.nmi.iret_at.is_some();
     }
 
     /// What the CPU scales the host's TSC by for a level.

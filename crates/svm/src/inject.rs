@@ -10,7 +10,10 @@ use x86::{
     vmcb::{Clean, ExitCode, Intercept3, InterceptCr, event, vintr},
 };
 
-use crate::state::{Step, Svm, Virq};
+use crate::{
+    l2::Injected,
+    state::{Step, Svm, Virq},
+};
 
 /// EVENTINJ for an event.
 pub fn encode(event: Event) -> u64 {
@@ -116,8 +119,18 @@ impl<C: Cpu> Svm<C> {
         !self.features.vnmi
             && self.level == Level::L2
             && self.nested.as_ref().is_some_and(|state| {
-                nested_svm::reflect::intercepts(state.v12.control(), ExitCode::Nmi)
+                // Of an L1 that intercepts NMIs, whatever a restored state tells of the one on its way.
+                state.injected.is_some_and(Injected::is_nmi)
+                    || nested_svm::reflect::intercepts(state.v12.control(), ExitCode::Nmi)
             })
+    }
+
+    /// Another level is about to run, whose RIP tells nothing of an IRET that has begun: what became of that is settled. Where
+    /// it has not retired, it exits once more.
+    pub(crate) fn settle_iret(&mut self) {
+        if !self.features.vnmi && self.cold.nmi.iret_at.is_some() {
+            self.set_nmi_masked(self.nmi_masked());
+        }
     }
 
     fn intercept_cr8_writes(&mut self, on: bool) {
@@ -157,7 +170,7 @@ impl<C: Cpu> Injection for Svm<C> {
         // Of the moment of the injection: what repeats it is known by the same place.
         let rip = self.vmcb().save.rip;
         // The first injection of a restored one tells at which RIP it is.
-        if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.by_instruction.as_mut()) {
+        if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.injected.as_mut()) {
             of_l1.rip.get_or_insert(rip);
         }
         let mut bits = encode(event);
@@ -304,6 +317,8 @@ impl<C: Cpu> Injection for Svm<C> {
     /// The guest begins an IRET while an NMI is handled: the mask falls after it.
     fn iret_begun(&mut self) {
         self.cold.nmi.iret_at = Some(self.vmcb().save.rip);
+        // What has become of it is asked when the level changes.
+        self.carries = true;
         // Else the same IRET would exit again, and for ever.
         self.intercept_iret(false);
     }

@@ -4,11 +4,11 @@ use backend::TSC_RATIO_ONE;
 use host::{KBox, NoMemory, page::Page};
 use nested_svm::{permission::OpenWords, vmcb12::Vmcb12};
 
-use x86::Hpa;
+use x86::{Hpa, vmcb::event};
 
 use crate::block::ControlBlock;
 
-/// An event that L1 injected: INT n, INT3 or INTO.
+/// An event that L1 injected: an NMI, INT n, INT3 or INTO.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Injected {
     /// EVENTINJ.
@@ -17,6 +17,20 @@ pub(crate) struct Injected {
     pub(crate) rip: Option<u64>,
     /// Where the CPU says that the instruction ends.
     pub(crate) next_rip: u64,
+}
+
+impl Injected {
+    /// Whether it is an NMI.
+    pub(crate) const fn is_nmi(self) -> bool {
+        self.event & event::TYPE == event::NMI
+    }
+
+    /// Whether EXITINTINFO names it.
+    pub(crate) const fn is(self, info: u64) -> bool {
+        // The vector of an NMI is what L1 happens to have written.
+        let vector = if self.is_nmi() { 0 } else { event::VECTOR };
+        (self.event ^ info) & (event::VALID | event::TYPE | vector) == 0
+    }
 }
 
 /// What L2's TSC is made by, and what the CPU has of ratios.
@@ -43,8 +57,8 @@ pub struct State {
     pub(crate) other: ControlBlock,
     /// The copy of L1's block.
     pub(crate) v12: KBox<Vmcb12>,
-    /// What L1 injected of which an instruction is the usual cause, until it is delivered.
-    pub(crate) by_instruction: Option<Injected>,
+    /// What L1 injected that looks like an event of another's, until it is delivered.
+    pub(crate) injected: Option<Injected>,
     /// V_IRQ of L2's block stands for a window of ours; whether it was set for L1 before.
     pub(crate) window: Option<bool>,
     /// VMRUN was carried out, and L2 has not been entered yet.
@@ -78,7 +92,7 @@ impl State {
             // L1's.
             other: ControlBlock::new()?,
             v12,
-            by_instruction: None,
+            injected: None,
             window: None,
             entry_pending: false,
             asid: 0,

@@ -112,7 +112,7 @@ pub struct Svm<C: Cpu> {
     pub(crate) efer_shown: u64,
     /// Added to the host's TSC for L1.
     pub(crate) tsc_offset: u64,
-    /// A level's records of branches or its TSC ratio go over, or change, with the level.
+    /// A level's records of branches or its TSC ratio go over, or change, with the level, or an IRET waits to retire.
     pub(crate) carries: bool,
     /// Whose the block is.
     pub(crate) level: Level,

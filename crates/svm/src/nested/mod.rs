@@ -385,11 +385,11 @@ impl<C: Cpu> Nested for Svm<C> {
         if exit.code != ExitCode::Invalid {
             state.entry_pending = false;
         }
-        if state.by_instruction.is_some()
-            // Delivered, or L2 has gone on: an exit in its delivery would name it.
-            && self.block.vmcb().control.exit_int_info & event::VALID == 0
+        // Delivered, or L2 has gone on: an exit in its delivery would name it.
+        if let Some(of_l1) = state.injected
+            && !of_l1.is(self.block.vmcb().control.exit_int_info)
         {
-            state.by_instruction = None;
+            state.injected = None;
         }
         // It is our window. L1 has not seen V_IRQ set.
         if exit.code == ExitCode::Vintr && state.window.is_some() {
@@ -465,13 +465,11 @@ impl<C: Cpu> Nested for Svm<C> {
     }
 
     fn repeats_injection(&mut self) -> bool {
-        const SAME: u64 = event::VALID | event::TYPE | event::VECTOR;
         let block = self.block.vmcb();
         let (info, rip) = (block.control.exit_int_info, block.save.rip);
-        let of_l1 = self.nested.as_ref().and_then(|state| state.by_instruction);
+        let of_l1 = self.nested.as_ref().and_then(|state| state.injected);
         // An INT n of L2's own at the same place would look alike, but its RIP is at the instruction.
-        let Some(of_l1) = of_l1.filter(|l1| (l1.event ^ info) & SAME == 0 && l1.rip == Some(rip))
-        else {
+        let Some(of_l1) = of_l1.filter(|l1| l1.is(info) && l1.rip == Some(rip)) else {
             return false;
         };
         // The exit has overwritten it, and the CPU pushes it for such an event (APM vol. 2 §15.20).

@@ -24,6 +24,13 @@ pub(super) fn is_by_instruction(event_inj: u64) -> bool {
         || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
 }
 
+/// Whether EVENTINJ holds an event that is known for L1's until it is delivered: one that an instruction makes, which is not
+/// executed again for it, or an NMI, which masks none of L1's.
+fn is_known_for_l1s(event_inj: u64) -> bool {
+    event_inj & (event::VALID | event::TYPE) == event::VALID | event::NMI
+        || is_by_instruction(event_inj)
+}
+
 impl<C: Cpu> Svm<C> {
     /// VMRUN of the block at `at`.
     #[inline(never)]
@@ -100,7 +107,7 @@ impl<C: Cpu> Svm<C> {
         // Nothing may end L2's run before the processor has taken what VMRUN injects.
         state.entry_pending = true;
         let v12 = state.v12.get();
-        state.by_instruction = is_by_instruction(v12.control.event_inj).then_some(Injected {
+        state.injected = is_known_for_l1s(v12.control.event_inj).then_some(Injected {
             event: v12.control.event_inj,
             rip: Some(v12.save.rip),
             next_rip: self.block.vmcb().control.next_rip,
@@ -164,6 +171,8 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     fn carry_over(&mut self) {
+        self.settle_iret();
+        self.follow_carried();
         self.carry_branch_records();
         self.change_ratio(match self.level {
             Level::L1 => Level::L2,

@@ -127,7 +127,8 @@ impl<C: Cpu> NestedState for Svm<C> {
         let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
-        if let Some(of_l1) = state.by_instruction
+        if let Some(of_l1) = state.injected
+            && run::is_by_instruction(of_l1.event)
             && page.control.event_inj & event::VALID == 0
         {
             // What is on its way is among the vCPU's events; that it is L1's they do not tell.
@@ -181,7 +182,7 @@ impl<C: Cpu> NestedState for Svm<C> {
             if control.event_inj & event::VALID == 0 && run::is_by_instruction(event) {
                 // It is on its way, and comes with KVM_SET_VCPU_EVENTS.
                 let next_rip = control.next_rip;
-                state.by_instruction = Some(Injected { event, rip: None, next_rip });
+                state.injected = Some(Injected { event, rip: None, next_rip });
             }
             // `start_l2` takes each entry for one to come.
             state.entry_pending = good.running.entry_pending;
