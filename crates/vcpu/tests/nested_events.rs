@@ -338,6 +338,78 @@ fn an_event_that_a_saved_state_names_twice_comes_once() {
     }
 }
 
+/// The state of an L2 that stopped behind its entry, or before it with `injected` in EVENTINJ.
+fn state_of_l2(injected: u64) -> Vec<u8> {
+    let mut machine = intercepting(CPUID);
+    machine.put(BLOCK + 0x570, Rflags::IF.bits() | 2);
+    machine.stop_in_l2();
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    if injected != 0 {
+        state[0] |= 2;
+        state[128 + 0xa8..][..8].copy_from_slice(&injected.to_le_bytes());
+    }
+    state
+}
+
+/// What user space gives L2 by KVM_SET_VCPU_EVENTS and by KVM_SET_NESTED_STATE is the same in either order, and whatever the
+/// vCPU did before and had to give: it runs L1 or an L2, with an event of its own or not. Of two injected ones that of
+/// the vCPU's events goes in, as on stock KVM.
+#[test]
+fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
+    const OF_STATE: u64 = event::VALID | 0x31;
+    const UD: u64 = event::VALID | event::EXCEPTION | 6;
+    let none = SavedEvents::default();
+    let interrupt = SavedEvents { interrupt: Some(Vector(0x40)), ..none };
+    let nmi = SavedEvents { nmi_injected: true, nmi_masked: true, ..none };
+    let injected =
+        SavedEvents { exception: Some(x86::Exception::ud()), exception_injected: true, ..none };
+    let pending = SavedEvents { exception_injected: false, ..injected };
+    // What VMCB12 injects, what the events are, and what goes in at the first entry and at the second.
+    let cases = [
+        (0, none, 0, 0),
+        (OF_STATE, none, OF_STATE, 0),
+        (0, interrupt, event::VALID | 0x40, 0),
+        (OF_STATE, interrupt, event::VALID | 0x40, 0),
+        (OF_STATE, nmi, event::VALID | event::NMI | 2, 0),
+        (0, injected, UD, 0),
+        (OF_STATE, injected, UD, 0),
+        (0, pending, UD, 0),
+        (OF_STATE, pending, OF_STATE, UD),
+    ];
+    let kinds = [(false, false), (false, true), (true, false), (true, true)];
+    for ((in_l2, stale), state_first) in
+        kinds.into_iter().flat_map(|kind| [false, true].map(|first| (kind, first)))
+    {
+        for (of_state, events, first, second) in cases {
+            let state = state_of_l2(of_state);
+            let mut machine = intercepting(CPUID);
+            if in_l2 {
+                machine.put(BLOCK + 0x570, Rflags::IF.bits() | 2);
+                machine.stop_in_l2();
+            }
+            if stale {
+                let old = SavedEvents { interrupt: Some(Vector(0x77)), ..none };
+                machine.vcpu.restore_events(&old, GivenEvents::default());
+            }
+            let mut regs = machine.vcpu.regs();
+            (regs.rip, regs.rflags) = (L2_RIP, Rflags::IF | Rflags::FIXED);
+            machine.vcpu.set_regs(&regs);
+            rig::restore(&mut machine.vcpu, &state, &events, state_first);
+            assert_eq!(machine.vcpu.saved_events().interrupt, events.interrupt);
+            for goes_in in [first, second] {
+                machine.vcpu.backend().cpu().inner().injects(goes_in);
+                machine.then(exit(ExitCode::Wbinvd));
+            }
+            machine.vcpu.backend().cpu().inner().injects(0);
+            machine.then(exit(ExitCode::Cpuid));
+            machine.then(exit(ExitCode::Hlt));
+            assert_eq!(machine.run(), UserExit::Hlt);
+            assert_eq!(machine.get(EXIT_CODE), ExitCode::Cpuid.0, "L2 ran");
+        }
+    }
+}
+
 #[test]
 fn a_breakpoint_of_l2s_own_is_executed_again() {
     let mut machine = intercepting(0);

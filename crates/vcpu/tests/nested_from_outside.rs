@@ -233,6 +233,95 @@ fn an_event_that_a_saved_state_names_twice_comes_once() {
     }
 }
 
+/// What user space gives L2 by KVM_SET_VCPU_EVENTS and by KVM_SET_NESTED_STATE is the same in either order, and whatever the
+/// vCPU did before and had to give: it runs L1 or an L2, with an event of its own or not.
+#[test]
+fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
+    const OF_STATE: u32 = 0x8000_0031;
+    const UD: u32 = 0x8000_0306;
+    let none = SavedEvents::default();
+    let interrupt = SavedEvents { interrupt: Some(Vector(0x40)), ..none };
+    let same = SavedEvents { interrupt: Some(Vector(0x31)), ..none };
+    let pending = SavedEvents { exception: Some(x86::Exception::ud()), ..none };
+    // What VMCS12 injects, what the events are, and what goes in at the first entry and at the second.
+    let cases = [
+        (0, none, 0, 0),
+        (OF_STATE, none, OF_STATE, 0),
+        (0, interrupt, 0x8000_0040, 0),
+        (OF_STATE, same, OF_STATE, 0),
+        (0, pending, UD, 0),
+        (OF_STATE, pending, OF_STATE, UD),
+    ];
+    let kinds = [(false, false), (false, true), (true, false), (true, true)];
+    for ((in_l2, stale), state_first) in
+        kinds.into_iter().flat_map(|kind| [false, true].map(|first| (kind, first)))
+    {
+        for (of_state, events, first, second) in cases {
+            let mut v = vmcs12();
+            v.set(field::GUEST_RFLAGS, 0x202);
+            let mut machine = Hypervisor::on(features(), &v);
+            if in_l2 {
+                stop_in_l2(&mut machine);
+            }
+            v.set(field::ENTRY_INTERRUPTION, of_state);
+            let flags = GUEST_MODE | if of_state == 0 { 0 } else { RUN_PENDING };
+            let header = Header { flags, ..header(&mut machine) };
+            let state = rig::nested_vmx::state_of(&header, &v);
+            if stale {
+                let old = SavedEvents { interrupt: Some(Vector(0x77)), ..none };
+                machine.vcpu.restore_events(&old, GivenEvents::default());
+            }
+            let mut regs = machine.vcpu.regs();
+            (regs.rip, regs.rflags) = (L2_RIP, x86::Rflags::from_bits_retain(0x202));
+            machine.vcpu.set_regs(&regs);
+            rig::restore(&mut machine.vcpu, &state, &events, state_first);
+            for goes_in in [first, second, 0] {
+                machine.then(move |vmcs, gprs| {
+                    let found = vmcs.get(field::ENTRY_INTERRUPTION);
+                    let valid = found >> 31 != 0;
+                    assert_eq!(
+                        if valid { found } else { 0 },
+                        goes_in,
+                        "{in_l2} {stale} {state_first}"
+                    );
+                    // As a CPU does with an entry.
+                    vmcs.set(field::ENTRY_INTERRUPTION, found & !(1 << 31));
+                    exit(ExitReason::Wbinvd)(vmcs, gprs);
+                });
+            }
+            machine.then(shutdown);
+            machine.then(shutdown);
+            assert_eq!(machine.run(), UserExit::Shutdown);
+        }
+    }
+}
+
+/// L2 was restored with tables of L1's, and nobody was entered yet.
+#[test]
+fn user_space_is_told_where_l1s_tables_lead_behind_a_restore() {
+    const TABLES: u64 = 0x1_0000;
+    let mut v = vmcs12();
+    v.set(field::PROC_CONTROLS2, v.get(field::PROC_CONTROLS2) | 1 << 1);
+    v.set(field::EPT_POINTER, TABLES | 0x1e);
+    v.set(field::GUEST_CR3, 0x1000);
+    let mut machine = Hypervisor::on(features(), &v);
+    for level in 0..3 {
+        machine.put(TABLES + level * 0x1000, (TABLES + (level + 1) * 0x1000) | 7);
+    }
+    // L2's own tables lie where L1's say, and lead to a page that L1's lead elsewhere.
+    for (page, frame) in [(1, 5), (2, 6), (3, 7), (4, 8), (9, 10)] {
+        machine.put(TABLES + 0x3000 + page * 8, frame << 12 | 0x37);
+    }
+    for (frame, entry) in [(5, 0x2000), (6, 0x3000), (7, 0x4000), (8, 0x9000)] {
+        machine.put(frame << 12, entry | 7);
+    }
+    let header = Header { flags: GUEST_MODE, ..header(&mut machine) };
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&header, &v)).unwrap();
+    assert_eq!(machine.vcpu.sregs().cr3, 0x1000);
+    assert_eq!(machine.vcpu.translate_address(4), Some((0xa004, true, true)));
+    assert_eq!(machine.vcpu.translate_address(0x1000), None);
+}
+
 /// The VMM has the interrupt controllers, and L1 has an interrupt that ends L2's run acknowledged: it is told once.
 #[test]
 fn an_interrupt_of_the_vmms_that_ends_l2s_run_does_not_come_once_more() {

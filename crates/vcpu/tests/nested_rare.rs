@@ -143,6 +143,44 @@ fn tables_with_more_levels_than_the_hosts_are_refused() {
     assert!(machine.vcpu.set_nested_state(&state).is_err());
 }
 
+/// L1 goes on behind a block that we refuse as behind one that the CPU does: without breakpoints, and with the rest of it as
+/// it was.
+#[test]
+fn a_refused_entry_is_an_exit_like_any_other() {
+    const BREAKPOINT: u64 = 0x402;
+    for by_cpu in [false, true] {
+        let mut machine = intercepting(CPUID);
+        if !by_cpu {
+            // No address-space id.
+            machine.put(BLOCK + 0x58, 0);
+        }
+        let mut debug = machine.vcpu.debug_regs();
+        (debug[0], debug[5]) = (0xf000, BREAKPOINT);
+        machine.vcpu.set_debug_regs(debug);
+        let (before, sregs) = (machine.vcpu.regs(), machine.vcpu.sregs());
+        machine.vmrun();
+        if by_cpu {
+            machine.then(exit(ExitCode::Invalid));
+        }
+        machine.then(|vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.save.dr7), (BEHIND, 0x400));
+            exit(ExitCode::Hlt)(vmcb, gprs);
+            vmcb.control.next_rip = BEHIND;
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.get(EXIT_CODE), ExitCode::Invalid.0);
+        let after = machine.vcpu.regs();
+        assert_eq!((after.rip, after.rflags), (BEHIND, before.rflags));
+        assert_eq!(machine.vcpu.sregs(), sregs);
+        assert_eq!(machine.vcpu.debug_regs()[0], 0xf000);
+        // GIF is clear: an NMI waits.
+        machine.vcpu.queue_nmi();
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events().nmi_pending, 1);
+    }
+}
+
 /// The VMM has the guest run on behind an entry that the CPU refused: nothing of that one counts as loaded.
 #[test]
 fn behind_a_refused_entry_nothing_is_clean() {

@@ -234,8 +234,16 @@ fn user_space_is_told_where_l1s_tables_lead() {
     }
     machine.put(rig::nested::BLOCK + 0x410, 0x0000_ffff_009b_0000);
     machine.stop_in_l2();
-    assert_eq!(machine.vcpu.translate_address(MOVED + 4), Some((0x3_0004, true, true)));
-    assert_eq!(machine.vcpu.translate_address(ABSENT), None);
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    // And on a vCPU that was restored and has entered nobody yet.
+    let mut other = with_tables(false);
+    other.vcpu.set_sregs(&machine.vcpu.sregs(), None).unwrap();
+    other.vcpu.set_nested_state(&state).unwrap();
+    for machine in [&mut machine, &mut other] {
+        assert_eq!(machine.vcpu.translate_address(MOVED + 4), Some((0x3_0004, true, true)));
+        assert_eq!(machine.vcpu.translate_address(ABSENT), None);
+    }
 }
 
 #[test]

@@ -135,11 +135,12 @@ impl<C: Cpu> Svm<C> {
         if nested_svm::leave::write_refused(&Seen::new(l1), at).is_err() {
             return self.missing(l1);
         }
-        let block = self.vmcb_mut(Clean::empty());
+        let block = self.vmcb_mut(Clean::DR | Clean::CR | Clean::INTR);
+        // As any VMEXIT, and as where the CPU refuses the block: L1 has no breakpoints behind it.
+        nested_svm::leave::to_l1(block);
         // VMRUN retires also when it ends with VMEXIT_INVALID: L1 goes on behind it.
         block.save.rip = next_rip;
         block.save.rflags &= !Rflags::RF.bits();
-        block.control.int_state = 0;
         self.gif.clear();
         Executed::Left
     }

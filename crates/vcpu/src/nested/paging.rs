@@ -95,7 +95,7 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
 }
 
 /// The tables of L1's that L2 is to run with.
-fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
+pub(crate) fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
     b.nested().and_then(NestedPaging::l1_tables)
 }
 
@@ -105,7 +105,7 @@ pub(super) fn has_pdptes_of_l1(b: &impl Backend) -> bool {
 }
 
 /// How tables of L1's are read, by what L1's CPUID says.
-fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
+pub(crate) fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
     let maxphyaddr = cpuid.maxphyaddr();
     match tables {
         L1Tables::Npt { ncr3, cr0, cr4, efer } => {

@@ -4,6 +4,7 @@
 //! L1's beside, in the format of its instruction set, which is the backend's to know.
 
 use backend::{Backend, Nested, NestedState, Unrestorable};
+use vm::vcpu_shared::Request;
 use x86::cpuid::feature;
 
 use super::{
@@ -52,8 +53,10 @@ impl<B: Backend> Vcpu<B> {
         if self.b.served_apic().is_some() {
             stop_serving_apic(&mut self.b);
         }
-        // The registers that user space has set belong to the level that the state names.
+        // What user space has set belongs to the level that the state names: registers, and events.
+        let (again, exception) = (self.events.again, self.events.exception);
         self.leave_l2_with_its_registers();
+        (self.events.again, self.events.exception) = (again, exception);
         // Both levels get other tables: the one that runs now, and the one that the state has run.
         self.b.flush_tlb();
         self.across_levels(|v| {
@@ -61,7 +64,8 @@ impl<B: Backend> Vcpu<B> {
                 nested.restore_state(&mut v.gprs, checked, &Whole::new(&v.mmu.memory, None));
             }
         });
-        self.events.settle_injection(&mut self.b);
+        // Before the next entry: see `settle_injection`.
+        self.shared.request(Request::Event);
         self.rare.nested_restored = true;
         self.level_changed();
         self.b.flush_tlb();

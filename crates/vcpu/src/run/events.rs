@@ -220,10 +220,12 @@ impl Events {
             && (!shared.in_kernel_apic || shared.lapic.accepts_pic())
     }
 
-    /// User space has given an event that the guest had begun to take. An entry has room for one, and a state of stock
-    /// KVM's names that of an entry of L2 that has not run twice: in the nested state, and among the vCPU's events. Whoever
-    /// takes over the second of the two calls this. As there, what is among the events goes in; where L1's says more than
-    /// they, kind and length, it is that.
+    /// Before the first entry behind what user space has given: an entry has room for one event, and a state of stock
+    /// KVM's names that of an entry of L2 that has not run twice, in the nested state and among the vCPU's events. As there,
+    /// what is among the events goes in; where L1's says more than they, kind and length, it is that. Not when either of the
+    /// two is given: the other may be the one of before, which is still to be replaced.
+    #[cold]
+    #[inline(never)]
     pub(crate) fn settle_injection(&mut self, b: &mut impl Backend) {
         if self.again.is_none() || !b.injecting() {
             return;
@@ -459,13 +461,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_own(&mut self) {
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
-            self.events.hurry_smi();
+            self.events.hurry_behind(&mut self.pending);
         } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
-            self.events.hurry_smi();
+            self.events.hurry_behind(&mut self.pending);
         } else if let Some(exception) = self.events.exception.take() {
             inject_exception(&mut self.b, exception);
-            self.events.hurry_smi();
+            self.events.hurry_behind(&mut self.pending);
         }
     }
 

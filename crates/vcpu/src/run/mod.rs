@@ -441,6 +441,7 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
             self.pending.raise();
+            self.events.settle_injection(&mut self.b);
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }

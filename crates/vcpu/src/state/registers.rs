@@ -14,7 +14,11 @@ use vm::vcpu_shared::{MpState, Request, VcpuShared};
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
-    nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
+    nested::{
+        events::tell_activity,
+        paging::{probe_of_l2, read_tables, wanted_tables},
+        transition::is_virtualization_on,
+    },
     run::events::{Events, Outer},
     state::smm::SavedSmi,
 };
@@ -305,7 +309,6 @@ impl<B: Backend> Vcpu<B> {
         if e.nmi_injected && self.events.again.is_none() {
             self.events.again = Some(Event::Nmi);
         }
-        self.events.settle_injection(&mut self.b);
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
@@ -324,7 +327,8 @@ impl<B: Backend> Vcpu<B> {
         if given.triple_fault {
             self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);
         }
-        self.pending.raise();
+        // Before the next entry: see `settle_injection`.
+        self.shared.request(Request::Event);
     }
 
     /// Whether an exception waits to be injected.
@@ -362,7 +366,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.own_external(&self.shared) != Some(vector) {
             self.events.forget_interrupt(&self.shared);
             self.events.again = Some(Event::Interrupt(vector));
-            self.events.settle_injection(&mut self.b);
+            self.shared.request(Request::Event);
         }
     }
 
@@ -469,7 +473,9 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.b.paging_context(&self.cpuid);
-        if let Some(tables) = self.mmu.l1_tables() {
+        if let Some(wanted) = wanted_tables(&self.b) {
+            // Read anew: what the vCPU keeps of them is there from the first entry on, and not behind a restore.
+            let tables = read_tables(&self.cpuid, wanted)?;
             return probe_of_l2(&self.mmu.memory, &tables, &context, linear);
         }
         if !context.is_paging() {
