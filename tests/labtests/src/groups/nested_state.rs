@@ -30,6 +30,8 @@ tests!("nested_state":
     a_state_is_taken_while_l2_runs,
     the_state_of_a_reset_ends_l2,
     events_set_while_l2_runs_are_l2s,
+    events_are_given_before_the_state_or_behind_it,
+    svm_an_event_of_the_state_outlives_one_of_before,
     a_mode_that_user_space_changes_ends_vmx_operation,
 );
 
@@ -466,6 +468,72 @@ fn events_set_while_l2_runs_are_l2s() -> Outcome {
     for guest in [&saved.restored(false)?, &guest] {
         computes(guest, 4)?;
         guest.came(0x58, 1)?;
+    }
+    Ok(())
+}
+
+/// The events of a vCPU with this interrupt injected; 0: none.
+fn injecting(guest: &Guest, vector: u8) -> Outcome<kvm_vcpu_events> {
+    let mut events: kvm_vcpu_events =
+        guest.vcpu().receive(ioctl::GET_VCPU_EVENTS).granted("KVM_GET_VCPU_EVENTS")?;
+    (events.interrupt.injected, events.interrupt.nr) = (u8::from(vector != 0), vector);
+    Ok(events)
+}
+
+/// A guest whose L2 runs and takes interrupts, with its state.
+fn l2_with_interrupts() -> Outcome<(Guest, Nested)> {
+    let guest = hypervisor()?;
+    in_l2(&guest, 3)?;
+    crate::machine::saved::finish_access(guest.vcpu())?;
+    let mut regs = guest.vcpu().regs()?;
+    regs.rflags |= 1 << 9;
+    guest.vcpu().set_regs(&regs)?;
+    let state = nested(guest.vcpu())?;
+    Ok((guest, state))
+}
+
+fn events_are_given_before_the_state_or_behind_it() -> Outcome {
+    for state_first in [true, false] {
+        if !state_first && is_stock() && !is_amd() {
+            return skip("stock KVM forgets them with the L2 that it leaves");
+        }
+        let (guest, state) = l2_with_interrupts()?;
+        let events = injecting(&guest, 0x58)?;
+        if state_first {
+            equal("state", set_nested(guest.vcpu(), &state), Ok(0))?;
+        }
+        guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &events).granted("KVM_SET_VCPU_EVENTS")?;
+        if !state_first {
+            equal("state", set_nested(guest.vcpu(), &state), Ok(0))?;
+        }
+        computes(&guest, 4)?;
+        guest.came(0x58, 1)?;
+    }
+    Ok(())
+}
+
+fn svm_an_event_of_the_state_outlives_one_of_before() -> Outcome {
+    const EVENTINJ: usize = HEADER + 0xa8;
+    const VALID: u64 = 1 << 31;
+    if !is_amd() {
+        return skip("not SVM");
+    }
+    for state_first in [true, false] {
+        let (guest, state) = l2_with_interrupts()?;
+        let state = state.with(EVENTINJ, &(VALID | 0x58).to_le_bytes());
+        let state = state.with(0, &(state.flags() | RUN_PENDING).to_le_bytes());
+        let (old, none) = (injecting(&guest, 0x59)?, injecting(&guest, 0)?);
+        guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &old).granted("KVM_SET_VCPU_EVENTS")?;
+        if state_first {
+            equal("state", set_nested(guest.vcpu(), &state), Ok(0))?;
+        }
+        guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &none).granted("KVM_SET_VCPU_EVENTS")?;
+        if !state_first {
+            equal("state", set_nested(guest.vcpu(), &state), Ok(0))?;
+        }
+        computes(&guest, 4)?;
+        guest.came(0x58, 1)?;
+        guest.came(0x59, 0)?;
     }
     Ok(())
 }
