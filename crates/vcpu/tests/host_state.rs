@@ -5,6 +5,8 @@
 
 mod rig;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use backend::{Gprs, Onward, RCX, RDX, WorldSwitch};
 use cpu::{Counts, Cpu as _, Op, Selectors};
 use gannet_vcpu::{RunInput, UserExit};
@@ -14,6 +16,12 @@ use svm::{Features, HostState};
 use x86::vmcb::{ExitCode, Vmcb};
 
 const BOTH: [HostState; 2] = [HostState::Vmsave, HostState::Msr];
+
+/// What a CPU keeps of the host is there once, and no two threads are on it: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static CPUS: Mutex<()> = Mutex::new(());
+    CPUS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn machine(host_state: HostState) -> Machine {
     Machine { features: Features { host_state, ..features() }, ..Machine::default() }
@@ -33,6 +41,7 @@ fn port_of_the_kernel(vmcb: &mut Vmcb, gprs: &mut Gprs) {
 
 #[test]
 fn every_register_of_the_host_is_back_after_a_run() {
+    let _alone = alone();
     for state in BOTH {
         let mut v = vcpu_of(&machine(state));
         for _ in 0..3 {
@@ -47,6 +56,7 @@ fn every_register_of_the_host_is_back_after_a_run() {
 
 #[test]
 fn a_handler_that_calls_the_kernel_has_the_hosts_gs_base_and_task_register() {
+    let _alone = alone();
     const GS_BASE: u32 = 0xc000_0101;
     for state in BOTH {
         let mut v = vcpu_of(&machine(state));
@@ -87,6 +97,7 @@ fn cost_of_a_halt(state: HostState) -> Counts {
 
 #[test]
 fn a_halt_that_leaves_to_user_space_moves_no_msr() {
+    let _alone = alone();
     let cost = cost_of_a_halt(HostState::Vmsave);
     assert_eq!((cost.of(Op::Rdmsr), cost.of(Op::Wrmsr)), (0, 0));
     assert_eq!((cost.of(Op::Selectors), cost.of(Op::TaskRegister)), (0, 0));
@@ -97,6 +108,7 @@ fn a_halt_that_leaves_to_user_space_moves_no_msr() {
 
 #[test]
 fn register_by_register_the_same_halt_moves_twenty_one_msrs() {
+    let _alone = alone();
     let cost = cost_of_a_halt(HostState::Msr);
     assert_eq!((cost.of(Op::Rdmsr), cost.of(Op::Wrmsr)), (10, 11));
     assert_eq!((cost.of(Op::Selectors), cost.of(Op::TaskRegister)), (2, 1));
@@ -107,6 +119,7 @@ fn register_by_register_the_same_halt_moves_twenty_one_msrs() {
 
 #[test]
 fn the_host_is_read_once_a_run_and_written_at_every_way_out() {
+    let _alone = alone();
     let mut v = vcpu_of(&machine(HostState::Msr));
     let script = v.backend().cpu().inner();
     script.then(exit(ExitCode::Intr)).then(exit(ExitCode::Intr)).then(shutdown);
@@ -118,6 +131,7 @@ fn the_host_is_read_once_a_run_and_written_at_every_way_out() {
 
 #[test]
 fn an_exit_that_the_loop_answers_moves_nothing_either_way() {
+    let _alone = alone();
     for state in BOTH {
         let run = |exits: usize| {
             let mut v = vcpu_of(&machine(state));
@@ -138,6 +152,7 @@ fn an_exit_that_the_loop_answers_moves_nothing_either_way() {
 /// A panic inside the loop: before anything of the kernel runs, the host's state is loaded.
 #[test]
 fn a_panic_in_the_loop_has_the_hosts_state() {
+    let _alone = alone();
     for state in BOTH {
         let mut v = vcpu_of(&machine(state));
         let at = host::smp::cpu_id();
@@ -152,6 +167,7 @@ fn a_panic_in_the_loop_has_the_hosts_state() {
 
 #[test]
 fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
+    let _alone = alone();
     for state in BOTH {
         let mut v = vcpu_of(&machine(state));
         let b = v.backend();
@@ -196,6 +212,7 @@ proptest! {
         msr in any::<bool>(),
         acts in proptest::collection::vec(act(), 1..20),
     ) {
+        let _alone = alone();
         const FS_BASE: u32 = 0xc000_0100;
         const KERNEL_GS_BASE: u32 = 0xc000_0102;
         let state = if msr { HostState::Msr } else { HostState::Vmsave };
@@ -249,6 +266,7 @@ proptest! {
         msr in any::<bool>(),
         acts in proptest::collection::vec((0..3usize, 0..2usize, any::<bool>()), 1..40),
     ) {
+        let _alone = alone();
         let state = if msr { HostState::Msr } else { HostState::Vmsave };
         let mut vcpus = [0x10u16, 0x20, 0x30].map(|selector| {
             let mut v = vcpu_of(&machine(state));
