@@ -6,7 +6,7 @@ pub mod guest;
 pub mod guest_rules;
 pub mod host;
 pub mod lists;
-mod segments;
+pub(crate) mod segments;
 
 use x86::Efer;
 use x86::reg::is_canonical;

@@ -9,6 +9,7 @@ use x86::vmcs::{
 };
 use x86::{Cr0, Direction, Efer};
 
+use crate::checks::segments::LONG;
 use crate::leave::Exit;
 use crate::merge::bitmaps;
 use crate::priority::{self, Access};
@@ -70,7 +71,7 @@ pub fn claim(
         ExitReason::Rdmsr => msr(Direction::Read),
         ExitReason::Wrmsr => msr(Direction::Write),
         ExitReason::Io => port(v, exit.get(field::EXIT_QUALIFICATION), memory),
-        ExitReason::CrAccess => control_register(v, exit.get(field::EXIT_QUALIFICATION), gprs),
+        ExitReason::CrAccess => control_register(v, exit, gprs),
         ExitReason::Vmread => access(v, exit, gprs, Direction::Read, memory),
         ExitReason::Vmwrite => access(v, exit, gprs, Direction::Write, memory),
         ExitReason::MonitorTrap => monitor_trap(v),
@@ -216,11 +217,25 @@ fn operand(qualification: u64, gprs: &Gprs) -> u64 {
 
 type Register = Field<Natural, ReadWrite>;
 
-fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
+/// Whether L2 executed 64-bit code.
+#[cold]
+#[inline(never)]
+fn is_64bit_code(exit: &impl Exit) -> bool {
+    exit.get(field::GUEST_EFER) & Efer::LMA.bits() != 0
+        && exit.get(field::GUEST_CS_RIGHTS) & LONG != 0
+}
+
+fn control_register(v: &Vmcs12, exit: &impl Exit, gprs: &Gprs) -> Claim {
+    let qualification = exit.get(field::EXIT_QUALIFICATION);
     let primary = |bits| Claim::by_l1(v.primary().contains(bits));
     let changes = |value: u64, mask: Register, shadow: Register| {
         // Only a change of a bit that L1 owns, from what L2 believes it to be (§26.3).
         Claim::by_l1(v.get(mask) & (value ^ v.get(shadow)) != 0)
+    };
+    let operand = || {
+        let value = operand(qualification, gprs);
+        // Outside 64-bit code it is the register's lower half. The mode is asked only where it matters.
+        if value >> 32 == 0 || is_64bit_code(exit) { value } else { value & 0xffff_ffff }
     };
     // Before the controls of CR8: with a shadow the page is L0's to keep for L1.
     if let Some(access) = priority::access(v, qualification, gprs) {
@@ -228,14 +243,10 @@ fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
     }
     let number = qualification & cr::NUMBER;
     match (qualification & cr::ACCESS, number) {
-        (cr::MOV_TO, 0) => {
-            changes(operand(qualification, gprs), field::CR0_MASK, field::CR0_SHADOW)
-        }
+        (cr::MOV_TO, 0) => changes(operand(), field::CR0_MASK, field::CR0_SHADOW),
         // With EPT of L1's CR3 is L2's own; CR3 targets are not offered.
         (cr::MOV_TO, 3) => primary(ProcControls::CR3_LOAD),
-        (cr::MOV_TO, 4) => {
-            changes(operand(qualification, gprs), field::CR4_MASK, field::CR4_SHADOW)
-        }
+        (cr::MOV_TO, 4) => changes(operand(), field::CR4_MASK, field::CR4_SHADOW),
         (cr::MOV_TO, 8) => primary(ProcControls::CR8_LOAD),
         (cr::MOV_FROM, 3) => primary(ProcControls::CR3_STORE),
         (cr::MOV_FROM, 8) => primary(ProcControls::CR8_STORE),

@@ -132,6 +132,33 @@ fn control_registers_by_masks() {
     }
 }
 
+/// What long mode left in the upper half of a register is no part of the operand of 32-bit code.
+#[test]
+fn outside_64_bit_code_a_register_has_its_lower_half() {
+    let mut gprs = GPRS;
+    gprs[3] = 0xffff_ffff_0000_0020;
+    let to = |v: &Vmcs12, number: u64, efer: u64, rights: u32| {
+        let mut exit = Vmcs02::new();
+        exit.put(field::EXIT_REASON, u32::from(ExitReason::CrAccess.0));
+        exit.put(field::EXIT_QUALIFICATION, number | 3 << 8);
+        exit.put(field::GUEST_EFER, efer);
+        exit.put(field::GUEST_CS_RIGHTS, rights);
+        claim(v, &exit, &gprs, &Wants::default(), &Memory::new())
+    };
+    let mut v = good();
+    set!(v, CR0_MASK = u64::MAX, CR0_SHADOW = 0x20, CR4_MASK = u64::MAX, CR4_SHADOW = 0x20);
+    for number in [0, 4] {
+        assert_eq!(to(&v, number, 0xd01, 0xa09b), Claim::L1, "64-bit code");
+        assert_eq!(to(&v, number, 0xd01, 0xc09b), Claim::L0, "compatibility mode");
+        assert_eq!(to(&v, number, 0, 0xc09b), Claim::L0, "protected mode");
+        assert_eq!(to(&v, number, 0, 0xa09b), Claim::L0, "CS.L means nothing there");
+    }
+    set!(v, CR0_SHADOW = 0x21, CR4_SHADOW = 0x21);
+    for number in [0, 4] {
+        assert_eq!(to(&v, number, 0, 0xc09b), Claim::L1);
+    }
+}
+
 #[test]
 fn a_trap_may_have_been_injected() {
     let mut v = good();

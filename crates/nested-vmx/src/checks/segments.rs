@@ -20,7 +20,7 @@ pub struct Mode {
 }
 
 /// CS.L as access rights have it.
-pub(super) const LONG: u32 = 1 << 13;
+pub(crate) const LONG: u32 = 1 << 13;
 const DEFAULT_BIG: u32 = 1 << 14;
 const GRANULAR: u32 = 1 << 15;
 const PRESENT: u32 = 1 << 7;
