@@ -308,6 +308,29 @@ fn guest_flow() {
     }
 }
 
+/// What an exit leaves of a debug exception in a transactional region, which the next entry is to take.
+#[test]
+fn a_debug_exception_of_a_transactional_region_pends() {
+    let rtm = Limits { debugctl: 1 << 15, ..LIMITS };
+    for (pending, state, limits, good) in [
+        (0x1_1000, 0, &rtm, true),
+        (0x1_1000, 1, &rtm, true),
+        (0x1_1000, 2, &rtm, false),
+        (0x1_0000, 0, &rtm, false),
+        (0x1_1001, 0, &rtm, false),
+        (0x1_5000, 0, &rtm, false),
+        (0x3_1000, 0, &rtm, false),
+        (0x1_1000, 0, &LIMITS, false),
+        (0x1001, 0, &LIMITS, true),
+    ] {
+        let mut v = crate::testing::good();
+        set!(v, GUEST_PENDING_DEBUG = pending, GUEST_INTERRUPTIBILITY = state);
+        let checked = guest::check(&v, &capabilities(), limits, None, &Memory::new());
+        let expected = if good { Ok(None) } else { Err(guest_rules::Broken::PendingDebug) };
+        assert_eq!(checked, expected, "{pending:#x} {state}");
+    }
+}
+
 #[test]
 fn virtual_8086_mode_has_its_own_segments() {
     let mut v = good();

@@ -1,5 +1,6 @@
 //! Guest-state fields (SDM vol. 3C §27.3.1). What is broken here is an exit with reason 33.
 
+use x86::msr::debugctl;
 use x86::segment::attr;
 use x86::vmcs::controls::{EntryControls, PinControls, ProcControls2};
 use x86::vmcs::place::VMCS12_REVISION;
@@ -55,7 +56,7 @@ pub fn check_flow(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
     flow(v, limits, mode(v))?;
     activity(v, c, limits)?;
     interruptibility(v, limits)?;
-    pending_debug(v)
+    pending_debug(v, limits)
 }
 
 fn has(value: u64, bit: Cr0) -> bool {
@@ -230,16 +231,39 @@ fn interruptibility(v: &Vmcs12, limits: &Limits) -> Checked {
     rule(good, Broken::Interruptibility)
 }
 
-/// Bits of the pending debug exceptions that are always zero; bit 16 is of a feature that is not offered.
-const PENDING_ZERO: u64 = !0x1_7fff | 0xff0 | 1 << 13 | 1 << 16;
+/// Bits of the pending debug exceptions that are always zero.
+const PENDING_ZERO: u64 = !0x1_7fff | 0xff0 | 1 << 13;
+/// An enabled breakpoint was met.
+const ENABLED: u64 = 1 << 12;
 /// A single step is pending.
 const SINGLE_STEP: u64 = 1 << 14;
+/// The exception is of a transactional region.
+const TRANSACTION: u64 = 1 << 16;
 /// DEBUGCTL.BTF.
 const BTF: u64 = 1 << 1;
 
-fn pending_debug(v: &Vmcs12) -> Checked {
+fn pending_debug(v: &Vmcs12, limits: &Limits) -> Checked {
+    // One comparison, at each entry.
+    if v.get(field::GUEST_PENDING_DEBUG) & (PENDING_ZERO | TRANSACTION) != 0 {
+        return pending_of_transaction(v, limits);
+    }
+    pending_step(v)
+}
+
+/// What an exit leaves of a debug exception in a transactional region is told by two bits alone. Who has transactions may
+/// debug them.
+#[cold]
+#[inline(never)]
+fn pending_of_transaction(v: &Vmcs12, limits: &Limits) -> Checked {
+    let good = v.get(field::GUEST_PENDING_DEBUG) == ENABLED | TRANSACTION
+        && limits.debugctl & debugctl::RTM != 0
+        && v.get(field::GUEST_INTERRUPTIBILITY) & int::MOV_SS == 0;
+    rule(good, Broken::PendingDebug)?;
+    pending_step(v)
+}
+
+fn pending_step(v: &Vmcs12) -> Checked {
     let pending = v.get(field::GUEST_PENDING_DEBUG);
-    rule(pending & PENDING_ZERO == 0, Broken::PendingDebug)?;
     // In a shadow, and in HLT, the trap of the step before has not come yet: TF says whether there is one.
     let blocked = v.get(field::GUEST_INTERRUPTIBILITY) & (int::STI | int::MOV_SS) != 0;
     if blocked || v.get(field::GUEST_ACTIVITY) == activity_is::HLT {
