@@ -67,6 +67,8 @@ pub enum ListAct {
     Load(u64),
     /// It is stored here.
     Store(Gpa),
+    /// It cannot be loaded.
+    Fail,
 }
 
 /// What L2 does instead of running.

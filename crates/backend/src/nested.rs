@@ -255,12 +255,13 @@ pub trait Nested: NestedPaging + NestedState {
     fn has_own_priority(&self) -> bool;
     /// The TSC of L2 when the host's is `host`. `None`: L1 runs.
     fn tsc_of_l2(&self, host: u64) -> Option<u64>;
-    /// By how much a list of MSRs has moved L1's TSC since this was asked last: the block has it, and the vCPU is to know.
-    fn take_tsc_write(&mut self) -> Option<u64>;
-    /// The MSR that comes next of those that lists of L1's name and the vCPU has, in the order of the lists. Asked for where
-    /// [`take_tsc_write`](Self::take_tsc_write) says something.
-    fn next_list_msr(&mut self) -> Option<ListMsr> {
-        // SVM's control block has no lists of MSRs.
+    // SVM's control block has no lists of MSRs.
+    /// Whether lists of L1's wait for the vCPU: [`next_list_msr`](Self::next_list_msr) is to be called until nothing is left.
+    fn has_list_msrs(&self) -> bool {
+        false
+    }
+    /// Goes on with lists of L1's, up to the MSR that comes next of those that the vCPU has.
+    fn next_list_msr(&mut self, _l1: &impl L1Memory) -> Option<ListMsr> {
         None
     }
     /// That MSR cannot be done, and no more of them are asked for. True: the entry of L2 fails at it, as soon as
@@ -455,9 +456,6 @@ impl Nested for Absent {
         match *self {}
     }
     fn has_own_priority(&self) -> bool {
-        match *self {}
-    }
-    fn take_tsc_write(&mut self) -> Option<u64> {
         match *self {}
     }
     fn tsc_of_l2(&self, _: u64) -> Option<u64> {

@@ -108,8 +108,6 @@ pub(crate) struct Cold {
     pub(crate) of_l1: OfL1,
     /// Reads and writes of [`LISTED`] that the VMM's filter denies.
     pub(crate) listed_denied: [Directions; LISTED.len()],
-    /// By how much a list of MSRs has moved L1's TSC, until the vCPU hears of it.
-    pub(crate) tsc_moved: Option<u64>,
     /// L1's table registers between two exits of L2.
     pub(crate) tables: TableWatch,
 }
@@ -139,7 +137,6 @@ impl Cold {
             speculation_denied: [Directions::empty(); SPECULATION.len()],
             of_l1: OfL1::default(),
             listed_denied: [Directions::empty(); LISTED.len()],
-            tsc_moved: None,
             tables: TableWatch::default(),
         })
     }

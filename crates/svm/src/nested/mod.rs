@@ -582,11 +582,6 @@ impl<C: Cpu> Nested for Svm<C> {
         self.level == Level::L2 && self.nested.as_ref().is_some_and(masking)
     }
 
-    /// SVM has no lists of MSRs.
-    fn take_tsc_write(&mut self) -> Option<u64> {
-        None
-    }
-
     fn tsc_of_l2(&self, host: u64) -> Option<u64> {
         let state = self.nested.as_ref().filter(|_| self.level == Level::L2)?;
         Some(self.tsc_below(host, state.v12.control().tsc_offset))

@@ -16,7 +16,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn do_list_msrs(&mut self) {
         // One at a time and behind the entry or exit itself: each is an MSR of the vCPU's, with all
         // that a write of it does.
-        while let Some(msr) = self.b.nested_mut().and_then(Nested::next_list_msr) {
+        while let Some(msr) = self.next_list_msr() {
             if self.do_list_msr(msr) {
                 continue;
             }
@@ -28,10 +28,17 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    fn next_list_msr(&mut self) -> Option<ListMsr> {
+        // Read from there one by one: what is stored may be what is loaded behind it.
+        let l1 = Whole::new(&self.mmu.memory, None);
+        self.b.nested_mut()?.next_list_msr(&l1)
+    }
+
     fn do_list_msr(&mut self, ListMsr { index, act }: ListMsr) -> bool {
         let direction = match act {
             ListAct::Load(_) => Direction::Write,
             ListAct::Store(_) => Direction::Read,
+            ListAct::Fail => return false,
         };
         // Those of the x2APIC are in no list while it is one, and else nowhere.
         // The filter is the VMM's, and a list is no way past it.
@@ -44,6 +51,7 @@ impl<B: Backend> Vcpu<B> {
             ListAct::Store(slot) => self
                 .read_msr(index, By::Guest)
                 .is_ok_and(|value| self.mmu.memory.write(slot, &value.to_le_bytes()).is_ok()),
+            ListAct::Fail => false,
         }
     }
 

@@ -230,10 +230,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             act(self)
         };
-        if let Some(delta) = self.b.nested_mut().and_then(Nested::take_tsc_write) {
-            if delta != 0 {
-                self.follow_tsc_write(delta);
-            }
+        if self.b.nested().is_some_and(Nested::has_list_msrs) {
             self.do_list_msrs();
         }
         done

@@ -9,7 +9,7 @@ use cpu::Cpu;
 use nested_vmx::apic_page;
 use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
 use nested_vmx::events::{self, Sleeps};
-use nested_vmx::leave::{Report, host::entry_loads};
+use nested_vmx::leave::Report;
 use nested_vmx::machine::{Entered, Invalidation, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, Transition, time};
 use nested_vmx::{EntryFailure, GuestMemory, Outside, Vmcs12, virtual_interrupts};
@@ -22,11 +22,12 @@ use x86::{Cr0, Cr4, Direction, Directions, Dr7, Efer, Gpa, msr};
 use super::{
     access::{Blind, Block, Memory},
     kept::{Nested, OfL1, Sources},
+    list::By,
 };
 use crate::{
     fields, mitigations,
     passed::{Map, PASSED, Passed},
-    permission::{LISTED, TSC},
+    permission::LISTED,
     state::{Vmx, attention},
 };
 
@@ -320,6 +321,11 @@ impl<C: Cpu> Vmx<C> {
             n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
             return Executed::EnteredOwing;
         }
+        if n.lists.wait() {
+            // The entry's MSRs are loaded before, and L2 does not run at all.
+            (n.machine.fall_pending, n.machine.run_pending) = (true, false);
+            return Executed::EnteredOwing;
+        }
         let mut report = Report::plain(ExitReason::TprBelowThreshold, 0);
         // L2 was in that state all the same: L1 is told of it, and enters it again by itself.
         report.activity = v.get(field::GUEST_ACTIVITY);
@@ -514,7 +520,7 @@ impl<C: Cpu> Vmx<C> {
         self.intercept_debug_regs();
     }
 
-    /// The MSRs that an entry loads from a list, L2's state loaded. Only those that this backend keeps.
+    /// The MSRs that an entry loads from a list, L2's state loaded.
     #[cold]
     #[inline(never)]
     fn load_msr_list<M: L1Memory>(
@@ -525,35 +531,49 @@ impl<C: Cpu> Vmx<C> {
         // vmcs02 gets words that VMCS12 does not name.
         n.machine.touch_all();
         // One that an earlier entry left is of that entry.
-        n.forget_list();
-        let list = entry_loads(n.machine.vmcs12(), &n.machine.capabilities);
+        n.lists.forget();
+        n.lists.load(By::Entry);
+        // The number is the qualification of the failure (§27.8).
+        self.load_list(n, memory).map_err(EntryFailure::msr)
+    }
+
+    /// Loads MSRs of the list that is being loaded, up to the next of those that the vCPU has. The error is the number of one
+    /// that cannot be loaded.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn load_list<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        memory: &Memory<'_, M>,
+    ) -> Result<(), u32> {
         let limits = self.nested_limits();
-        let mut done = 0;
-        // Entry by entry, as a CPU does: those before a bad one are loaded (SDM vol. 3C §27.4).
-        while let Some(step) = list.load(done, &limits, memory) {
-            // The number is the qualification of the failure (§27.8).
-            let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
-            self.load_list_msr(n, step.msr, step.value, step.number)
-                .map_err(|()| EntryFailure::msr(step.number))?;
-            // L1 may rewrite the list meanwhile: each entry is read once, and none is kept.
-            done = done.wrapping_add(1);
+        // Entry by entry, as a CPU does: those before a bad one are loaded (SDM vol. 3C §27.4). L1 may rewrite the list
+        // meanwhile: each entry is read once, and none is kept.
+        while let Some(step) = n.lists.step(&n.machine, &limits, memory) {
+            let step = step.map_err(|bad| bad.0)?;
+            if !self.load_list_msr(step.msr, step.value).map_err(|()| step.number)? {
+                n.lists.leave(step.msr, step.value);
+                break;
+            }
         }
         Ok(())
     }
 
-    /// Has the vCPU ask for what a list leaves to it.
-    pub(super) fn call_for_list(&mut self) {
-        self.cold.tsc_moved.get_or_insert(0);
+    /// What lists have for the vCPU next.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn next_of_lists<M: L1Memory>(&mut self, n: &mut Nested, l1: &M) -> Option<ListMsr> {
+        if let Some(next) = n.lists.take() {
+            return Some(next);
+        }
+        match self.load_list(n, &Memory::new(l1)) {
+            Ok(()) => n.lists.take(),
+            Err(_) => Some(ListMsr { index: 0, act: ListAct::Fail }),
+        }
     }
 
-    /// Loads an MSR as an entry of a list says, for the level that runs, or has the vCPU do it. `number`: in an entry's list.
-    pub(super) fn load_list_msr(
-        &mut self,
-        n: &mut Nested,
-        index: u32,
-        value: u64,
-        number: u32,
-    ) -> Result<(), ()> {
+    /// Loads an MSR as an entry of a list says, for the level that runs. False: it is the vCPU's.
+    fn load_list_msr(&mut self, index: u32, value: u64) -> Result<bool, ()> {
         // The VMM's filter holds for lists as it does for WRMSR.
         if self.denies_in_list(index, Direction::Write) {
             return Err(());
@@ -569,21 +589,14 @@ impl<C: Cpu> Vmx<C> {
             // An MSR that L1's CPUID does not have fails the entry.
             msr::TSC_AUX => self.cold.limits.tsc_aux && value >> 32 == 0,
             msr::PAT => is_pat(value),
-            TSC => {
-                self.write_tsc(n, value);
-                return Ok(());
-            }
-            _ => {
-                // EFER and the rest have rules beyond this backend: the vCPU writes them once the entry is through.
-                self.call_for_list();
-                return n.leave_to_vcpu(ListMsr { index, act: ListAct::Load(value) }, number);
-            }
+            // EFER, the TSC and the rest have rules beyond this backend: the vCPU writes them before it goes on.
+            _ => return Ok(false),
         };
         if !good {
             return Err(());
         }
         // The width was asked above: no value is changed on its way.
-        self.set_msr(index, value).map_err(|_| ())
+        self.set_msr(index, value).map(|()| true).map_err(|_| ())
     }
 
     /// Whether the VMM's filter denies this access of an MSR that a list names.
@@ -591,26 +604,6 @@ impl<C: Cpu> Vmx<C> {
         let found =
             LISTED.iter().zip(self.cold.listed_denied).find(|(listed, _)| **listed == index);
         found.is_some_and(|(_, denied)| denied.contains(direction.into()))
-    }
-
-    /// Makes L1's TSC read `value` now, whoever runs. The vCPU hears of it by
-    /// [`take_tsc_write`](backend::Nested::take_tsc_write).
-    fn write_tsc(&mut self, n: &Nested, value: u64) {
-        // The difference, not the value: the vCPU has other clocks that follow.
-        let delta = value.wrapping_sub(self.guest_tsc_now());
-        self.tsc_offset = self.tsc_offset.wrapping_add(delta);
-        let moved = self.cold.tsc_moved.get_or_insert(0);
-        *moved = moved.wrapping_add(delta);
-        if self.cold.of_l1.runs {
-            // The offset is one of the words that vmcs02 follows from.
-            n.sources.set(None);
-            // L1's VMCS too: L1 goes on with the TSC that the list gave it.
-            n.other.set(&self.cpu, fields::TSC_OFFSET, self.tsc_offset);
-            let of_l2 = self.tsc_of_l1().of_l2(n.machine.vmcs12());
-            self.set(fields::TSC_OFFSET, of_l2.offset);
-        } else {
-            self.set(fields::TSC_OFFSET, self.tsc_offset);
-        }
     }
 
     /// Makes vmcs02's map of MSRs: what L0 lets L1 have without an exit, if L1 lets L2 have it. Where L1's page is no

@@ -2,7 +2,7 @@
 
 use core::cell::Cell;
 
-use backend::{L1Flush, ListMsr};
+use backend::L1Flush;
 use host::{KBox, NoMemory};
 use nested_vmx::{
     Capabilities, Machine,
@@ -14,7 +14,7 @@ use x86::{Cr0, Cr4, Gpa};
 use crate::{
     features::Features,
     host_words::HostWords,
-    nested::{exit_tsc::ExitTsc, list::Waiting},
+    nested::{exit_tsc::ExitTsc, list::Lists},
     passed::{Map, Passed},
     shadow_vmcs::Shadow,
     vmcs::Vmcs,
@@ -98,7 +98,7 @@ pub(crate) struct Nested {
     /// The TSC at L2's last exit, for a list of L1's to store.
     pub(crate) exit_tsc: ExitTsc,
     /// What lists of MSRs leave to the vCPU.
-    pub(crate) list: Option<KBox<Waiting>>,
+    pub(crate) lists: Lists,
     /// When L1's preemption timer runs down, while L2 runs with one.
     pub(crate) timer: Option<Deadline>,
     /// Everything is composed at each entry: nothing is known to be unchanged.
@@ -150,7 +150,7 @@ impl Nested {
             flush_due: false,
             flushed: L1Flush::None,
             exit_tsc,
-            list: None,
+            lists: Lists::default(),
             timer: None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }
@@ -168,24 +168,6 @@ impl Nested {
         self.other.clear_elsewhere();
         if let Some(shadow) = &self.shadow {
             shadow.vmcs.clear_elsewhere();
-        }
-    }
-
-    /// Leaves an MSR of a list to the vCPU. `number`: in an entry's list.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn leave_to_vcpu(&mut self, msr: ListMsr, number: u32) -> Result<(), ()> {
-        // Most lists name nothing that is left to the vCPU: nothing is allocated for them.
-        if self.list.is_none() {
-            self.list = Some(KBox::new(Waiting::NONE).map_err(|_| ())?);
-        }
-        self.list.as_mut().map_or(Err(()), |list| list.push(msr, number))
-    }
-
-    /// Nothing of a list waits any more.
-    pub(crate) fn forget_list(&mut self) {
-        if let Some(list) = &mut self.list {
-            list.forget();
         }
     }
 

@@ -1,8 +1,8 @@
 //! L2's run ends: what it left goes into the VMCS12, and L1 goes on behind its entry.
 
 use backend::{
-    Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, ListAct, ListMsr, Msrs, Outside,
-    PdpteRegisters, RSP, Registers, SegmentName,
+    Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, Msrs, Outside, PdpteRegisters,
+    RSP, Registers, SegmentName,
 };
 use cpu::Cpu;
 use nested_vmx::leave::Report;
@@ -16,6 +16,7 @@ use x86::{Cr0, Cr4, Direction, Efer, Gpa, msr};
 use super::{
     access::{Block, Memory},
     kept::{Nested, OfL1},
+    list::By,
 };
 use crate::{
     fields,
@@ -153,6 +154,7 @@ impl<C: Cpu> Vmx<C> {
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
         // Before VMCS12 changes: the list is of L2's state (SDM vol. 3C §28.4). In the loop there is none any more.
         if memory.is_whole() && stores && self.store_msr_list(n, memory).is_err() {
+            n.lists.forget();
             // A VMX abort (§28.7), which stock KVM makes a triple fault of, too.
             return Executed::Shutdown;
         }
@@ -223,7 +225,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // What was to be injected was not, and what was to be loaded is not.
         self.drop_injection();
-        n.forget_list();
+        n.lists.forget();
         // CR0 of L2 as far as an exit keeps it: it has been loaded.
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         n.machine.fail_entry(failure);
@@ -243,7 +245,7 @@ impl<C: Cpu> Vmx<C> {
         gprs: &mut Gprs,
         l1: &M,
     ) -> Option<Executed> {
-        let number = n.list.as_mut()?.take_failed();
+        let number = n.lists.take_failed();
         // Taken first: the number is of one entry, whatever comes of it.
         if number == 0 || !self.cold.of_l1.runs {
             return None;
@@ -390,16 +392,11 @@ impl<C: Cpu> Vmx<C> {
         n: &mut Nested,
         memory: &Memory<'_, M>,
     ) -> Result<(), ()> {
-        let list = host::loads(n.machine.vmcs12(), &n.machine.capabilities);
-        let limits = self.nested_limits();
-        let mut done = 0;
-        // Each is loaded before the next is read: a list that ends badly has loaded what came before it.
-        while let Some(step) = list.load(done, &limits, memory) {
-            let step = step.map_err(|_| ())?;
-            self.load_list_msr(n, step.msr, step.value, 0)?;
-            done = done.wrapping_add(1);
+        // Not read before all is stored: both lists may lie in one place.
+        if n.lists.load(By::Exit) {
+            return Ok(());
         }
-        Ok(())
+        self.load_list(n, memory).map_err(|_| n.lists.forget())
     }
 
     #[cold]
@@ -410,7 +407,7 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) -> Result<(), ()> {
         // What an entry's list left is of that entry.
-        n.forget_list();
+        n.lists.forget();
         // The list is carried out by L1's CPU, which knows of no offset of L2's.
         let tsc = self.tsc_of_l1().at(n.exit_tsc.take());
         let list = host::stores(n.machine.vmcs12(), &n.machine.capabilities);
@@ -440,8 +437,7 @@ impl<C: Cpu> Vmx<C> {
                         value
                     }
                     _ => {
-                        self.call_for_list();
-                        n.leave_to_vcpu(ListMsr { index, act: ListAct::Store(step.slot) }, 0)?;
+                        n.lists.store(index, step.slot)?;
                         done = done.wrapping_add(1);
                         continue;
                     }

@@ -3,7 +3,7 @@
 extern crate std;
 use super::round_trip_tests::{Rig, good};
 use super::*;
-use backend::{Nested as _, Permissions, RAX, RCX};
+use backend::{Clock as _, Msrs as _, Nested as _, Permissions, RAX, RCX};
 use nested_vmx::set;
 use x86::vmcs::{ExitReason, field};
 use x86::{Directions, Gpa, msr};
@@ -14,6 +14,10 @@ fn put_list(r: &Rig, list: &[(u32, u64)]) {
         r.m.write(Gpa(at), &index.to_le_bytes()).unwrap();
         r.m.write(Gpa(at + 8), &value.to_le_bytes()).unwrap();
     }
+}
+
+fn loads(index: u32, value: u64) -> Option<ListMsr> {
+    Some(ListMsr { index, act: backend::ListAct::Load(value) })
 }
 
 /// IA32_TSC in a list is L1's: loading moves it whoever runs, with what L2 is offset by, and the vCPU hears of it.
@@ -38,9 +42,13 @@ fn the_tsc_in_a_list_of_msrs_is_l1s() {
     assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
     r.leave_loop();
     assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
-    let moved = r.v.take_tsc_write().unwrap();
-    assert!((1_u64 << 50) - moved < 1 << 48, "{moved:x}");
-    assert_eq!(r.v.take_tsc_write(), None);
+    assert!(r.v.has_list_msrs());
+    assert_eq!(r.next(), loads(TSC, 1 << 50));
+    // As the vCPU does it.
+    let moved = (1_u64 << 50) - r.v.guest_tsc_now();
+    r.v.set_tsc(moved, backend::TSC_RATIO_ONE);
+    assert_eq!(r.next(), None);
+    assert!(!r.v.has_list_msrs());
     r.come_to(0);
     r.enter(ExitReason::Cpuid, move |vmcs| {
         assert_eq!(vmcs.get(field::TSC_OFFSET), moved.wrapping_add(OFFSET));
@@ -145,11 +153,16 @@ fn a_list_names_no_msr_that_the_vmm_denies() {
         assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
         r.leave_loop();
         assert_eq!(r.v.execute(&mut r.g, 0, &r.m), done);
-        assert_eq!(r.v.take_tsc_write().is_some(), denied == Directions::READS);
+        assert_eq!(r.v.has_list_msrs(), denied == Directions::READS);
     }
 }
 
 impl Rig {
+    /// What lists have for the vCPU next.
+    fn next(&mut self) -> Option<ListMsr> {
+        self.v.next_list_msr(&self.m)
+    }
+
     /// L1 executes VMWRITE, from RAX by RCX.
     fn vmwrite(&mut self, encoding: u32, value: u64) {
         (self.g.0[RAX], self.g.0[RCX]) = (value, encoding.into());
@@ -222,6 +235,117 @@ fn an_exit_stores_no_msr_that_l1_may_not_read() {
         let is_abort = index == msr::TSC_AUX;
         let done = if is_abort { Executed::Shutdown } else { Executed::Left };
         assert_eq!(r.v.reflect(&mut r.g, &r.m), done, "{index:#x}");
-        assert_eq!(r.v.next_list_msr(), vcpus.then(|| asked(index)));
+        assert_eq!(r.next(), vcpus.then(|| asked(index)));
     }
+}
+
+/// A list is loaded in its order, whoever has an MSR of it: TSC_ADJUST moves the TSC that was loaded before, and not the one
+/// that is loaded behind. What comes behind one that is refused is not loaded.
+#[test]
+fn a_list_is_loaded_in_its_order() {
+    const TSC: u32 = 0x10;
+    const EIP: u64 = 0x1234;
+    let mut v12 = good();
+    set!(v12, ENTRY_MSR_LOAD_COUNT = 4, ENTRY_MSR_LOAD_ADDR = 0x3000);
+    let list = [(msr::TSC_ADJUST, 5), (TSC, 1 << 50), (msr::SYSENTER_EIP, EIP), (msr::EFER, 0xd01)];
+    for refused in [false, true] {
+        let mut r = Rig::new(&v12, 0xd01);
+        put_list(&r, &list);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+        r.leave_loop();
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+        assert_eq!(r.next(), loads(msr::TSC_ADJUST, 5));
+        assert_eq!(r.next(), loads(TSC, 1 << 50));
+        let eip = |r: &Rig| r.v.msr(msr::SYSENTER_EIP).unwrap();
+        assert_ne!(eip(&r), EIP);
+        if !refused {
+            assert_eq!(r.next(), loads(msr::EFER, 0xd01));
+            assert_eq!(eip(&r), EIP);
+            assert_eq!(r.next(), None);
+            continue;
+        }
+        assert!(r.v.refuse_list_msr(), "the entry fails");
+        assert_eq!(r.next(), None);
+        assert_eq!(r.v.fail_at_list(&mut r.g, &r.m), Some(Executed::Left));
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::EXIT_REASON), v.get(field::EXIT_QUALIFICATION)), (0x8000_0022, 2));
+    }
+}
+
+/// One that is bad fails the entry behind what waits before it, with its own number.
+#[test]
+fn what_comes_before_a_bad_one_is_loaded() {
+    let mut v12 = good();
+    set!(v12, ENTRY_MSR_LOAD_COUNT = 2, ENTRY_MSR_LOAD_ADDR = 0x3000);
+    let mut r = Rig::new(&v12, 0xd01);
+    put_list(&r, &[(msr::TSC_ADJUST, 5), (msr::FS_BASE, 0)]);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    assert_eq!(r.next(), loads(msr::TSC_ADJUST, 5));
+    assert_eq!(r.next().map(|msr| msr.act), Some(backend::ListAct::Fail));
+    assert!(r.v.refuse_list_msr());
+    assert_eq!(r.v.fail_at_list(&mut r.g, &r.m), Some(Executed::Left));
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v.get(field::EXIT_QUALIFICATION), 2);
+}
+
+/// An exit loads behind all that it stores, which may lie in one place.
+#[test]
+fn an_exit_loads_what_it_has_stored() {
+    let mut v12 = good();
+    set!(
+        v12,
+        EXIT_MSR_STORE_COUNT = 1,
+        EXIT_MSR_STORE_ADDR = 0x3000,
+        EXIT_MSR_LOAD_COUNT = 1,
+        EXIT_MSR_LOAD_ADDR = 0x3000
+    );
+    let mut r = Rig::new(&v12, 0xd01);
+    put_list(&r, &[(msr::TSC_ADJUST, 1)]);
+    r.leave_loop();
+    r.come_to(0);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    r.come_to(0);
+    r.enter(ExitReason::Cpuid, |_| {});
+    r.leave_loop();
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    let act = backend::ListAct::Store(Gpa(0x3008));
+    assert_eq!(r.next(), Some(ListMsr { index: msr::TSC_ADJUST, act }));
+    r.m.write(Gpa(0x3008), &7_u64.to_le_bytes()).unwrap();
+    assert_eq!(r.next(), loads(msr::TSC_ADJUST, 7));
+    assert_eq!(r.next(), None);
+}
+
+/// The list of an entry that ends at once, for a priority below L1's threshold, is loaded all the same.
+#[test]
+fn an_entry_that_falls_loads_its_list() {
+    use backend::{Gate, MonitorTrap as _, Waiting};
+    let mut v12 = good();
+    let controls = v12.get(field::PROC_CONTROLS) | 1 << 21 | 1 << 31;
+    set!(
+        v12,
+        PROC_CONTROLS = controls,
+        PROC_CONTROLS2 = 1,
+        VIRTUAL_APIC_ADDR = 0x1_8000,
+        APIC_ACCESS_ADDR = 0x1_9000,
+        TPR_THRESHOLD = 5,
+        ENTRY_MSR_LOAD_COUNT = 1,
+        ENTRY_MSR_LOAD_ADDR = 0x3000
+    );
+    let mut r = Rig::new(&v12, 0xd01);
+    put_list(&r, &[(msr::TSC_ADJUST, 5)]);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::EnteredOwing);
+    assert_eq!(r.next(), loads(msr::TSC_ADJUST, 5));
+    assert_eq!(r.next(), None);
+    assert!(r.v.owes_trap());
+    assert_eq!(r.v.gate(&Waiting::MonitorTrap), Gate::ExitToL1);
+    let done = r.v.exit_to_l1(&mut r.g, &Waiting::MonitorTrap, None, &r.m);
+    assert_eq!(done, Executed::Left);
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v.get(field::EXIT_REASON), 43);
 }

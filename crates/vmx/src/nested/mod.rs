@@ -180,18 +180,17 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         information & event::VALID != 0 && inject::has_length(information)
     }
 
-    fn take_tsc_write(&mut self) -> Option<u64> {
-        self.cold.tsc_moved.take()
+    fn has_list_msrs(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| n.lists.wait())
     }
 
-    fn next_list_msr(&mut self) -> Option<ListMsr> {
-        self.nested.as_mut()?.list.as_mut()?.take()
+    fn next_list_msr(&mut self, l1: &impl L1Memory) -> Option<ListMsr> {
+        self.with_nested(|this, n| this.next_of_lists(n, l1)).flatten()
     }
 
     fn refuse_list_msr(&mut self) -> bool {
         let runs = self.cold.of_l1.runs;
-        let list = self.nested.as_mut().and_then(|n| n.list.as_mut());
-        list.is_some_and(|list| list.refuse(runs))
+        self.nested.as_mut().is_some_and(|n| n.lists.refuse(runs))
     }
 
     fn fail_at_list(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Option<Executed> {

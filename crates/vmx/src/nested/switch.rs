@@ -193,7 +193,7 @@ impl<C: Cpu> Vmx<C> {
             self.exchange(n);
             self.stop_timer(n);
             // What an entry's list left was for that L2.
-            n.forget_list();
+            n.lists.forget();
             // Somebody sets the registers of L1 from now on: what is not known is taken for the guest's own.
             let _ = self.get(fields::GUEST_RSP);
             self.intercept_debug_regs();

@@ -13,6 +13,7 @@ tests!("nested_vmx_lists":
     a_list_fails_the_entry_at_its_bad_entry,
     what_a_list_loads_l2_has,
     a_list_names_any_msr_that_l1_writes,
+    lists_are_done_in_their_order,
 );
 
 /// Three lists, 8 KiB each.
@@ -112,6 +113,28 @@ fn what_a_list_loads_l2_has() -> Outcome {
     let found = (guest.memory.read(STORED + 8), guest.memory.read(STORED + 24));
     equal("what L2 has left", found, (0x4321, 0x1234))?;
     equal("what L1 has", guest.vcpu().msr(KERNEL_GS_BASE as u32)?, Some(0x5678))
+}
+
+/// TSC_ADJUST moves the TSC that was there before, and not the one that is loaded behind it. An exit loads what it has stored,
+/// where both lists lie in one place.
+fn lists_are_done_in_their_order() -> Outcome {
+    const TSC_ADJUST: u64 = 0x3b;
+    const MTRR_DEF_TYPE: u64 = 0x2ff;
+    const OF_L2: u64 = 0xc06;
+    const EXIT: u64 = 1 << 52;
+    const SOON: u64 = 1 << 38;
+    let guest = with(program(), &L2_CPUID)?;
+    guest.reach_mark()?;
+    put(&guest, HOST, &[(TSC_ADJUST, 1 << 40), (TSC, EXIT)]);
+    exits(&guest, &lists(0, 0, 2))?;
+    let now = guest.vcpu().msr(TSC as u32)?.unwrap_or(0);
+    holds("the TSC that was loaded last", (EXIT..EXIT + SOON).contains(&now), now)?;
+    put(&guest, LOADED, &[(MTRR_DEF_TYPE, OF_L2)]);
+    put(&guest, STORED, &[(MTRR_DEF_TYPE, 0x806)]);
+    let mut fields = lists(1, 1, 1).to_vec();
+    fields.push((0x2008, STORED));
+    exits(&guest, &fields)?;
+    equal("what was stored", guest.vcpu().msr(MTRR_DEF_TYPE as u32)?, Some(OF_L2))
 }
 
 /// MTRRs, which are the vCPU's: an entry loads one, an exit stores what L2 has of it and gives L1 another. What WRMSR of L1's
