@@ -296,6 +296,9 @@ pub trait MonitorTrap {
     fn owe_trap(&mut self);
     /// Whether such an exit is owed.
     fn owes_trap(&self) -> bool;
+    // A priority below L1's threshold (SDM vol. 3C §27.7.7), which is told by the same way.
+    /// Whether what is owed goes before all other events, an INIT among them.
+    fn owes_first(&self) -> bool;
     /// A debug trap of L2's comes together with that exit: L2 takes it when it is entered again. `bits` are those of DR6.
     fn keep_debug_trap(&mut self, bits: u64);
 }
@@ -332,6 +335,9 @@ impl MonitorTrap for Absent {
         match *self {}
     }
     fn owes_trap(&self) -> bool {
+        match *self {}
+    }
+    fn owes_first(&self) -> bool {
         match *self {}
     }
     fn keep_debug_trap(&mut self, _: u64) {

@@ -104,7 +104,9 @@ pub fn gate(v: &Vmcs12, event: Event, state: &State) -> Gate {
     match event {
         // It waits for the startup IPI behind an earlier INIT: another changes nothing.
         Event::Init if waits_for_sipi => Gate::Drop,
-        // No control keeps an INIT for the guest (§26.2).
+        // No control keeps an INIT for the guest (§26.2). It goes before all that an entry finds pending, a debug exception
+        // among it, and behind what the entry injects alone.
+        Event::Init if v.get(field::ENTRY_INTERRUPTION) & event::VALID == 0 => Gate::ExitToL1,
         Event::Init => exit_unless_held(true, Gate::Drop),
         // A startup IPI that nobody waits for is lost.
         Event::Sipi(_) => exit_unless_held(waits_for_sipi, Gate::Drop),
@@ -273,7 +275,12 @@ mod tests {
     fn init_and_sipi_look_at_the_activity() {
         let mut v = good();
         assert_eq!(gate(&v, Event::Init, &FREE), Gate::ExitToL1);
-        assert_eq!(gate(&v, Event::Init, &State { entry_pending: true, ..FREE }), Gate::Hold);
+        let pending = State { entry_pending: true, ..FREE };
+        assert_eq!(gate(&v, Event::Init, &pending), Gate::ExitToL1, "before all but an injection");
+        let mut injects = v.clone();
+        set!(injects, ENTRY_INTERRUPTION = 0x8000_0202);
+        assert_eq!(gate(&injects, Event::Init, &pending), Gate::Hold);
+        assert_eq!(gate(&injects, Event::Init, &FREE), Gate::ExitToL1);
         assert_eq!(gate(&v, Event::Sipi(8), &FREE), Gate::Drop);
         set!(v, GUEST_ACTIVITY = 3);
         assert_eq!(gate(&v, Event::Init, &FREE), Gate::Drop);

@@ -233,8 +233,8 @@ fn a_vm_function_of_a_debugged_l2_is_carried_out() {
     assert_eq!(machine.run(), UserExit::Shutdown);
 }
 
-/// L2 is entered with a priority below L1's threshold and with an event: the exit for it comes behind the event and before
-/// L2's first instruction.
+/// L2 is entered with a priority below L1's threshold and with an event: the exit for it comes behind the event, before L2's
+/// first instruction, and before an INIT.
 #[test]
 fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
     const PAGE: u64 = 0xb000;
@@ -251,7 +251,12 @@ fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
         v.set(field::TPR_THRESHOLD, 5);
         v.set(field::ENTRY_INTERRUPTION, if injects { injected } else { 0 });
         let mut machine = Hypervisor::on(features(), &v);
-        machine.vmlaunch();
+        let shared = machine.vcpu.shared().clone();
+        machine.then(move |vmcs, gprs| {
+            shared.set_init(true);
+            shared.request(vm::vcpu_shared::Request::Event);
+            exit(ExitReason::Vmlaunch)(vmcs, gprs);
+        });
         if injects {
             machine.then(move |vmcs, gprs| {
                 assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
@@ -266,12 +271,40 @@ fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
             shutdown(vmcs, gprs);
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
+        // Root operation holds it back.
+        assert!(machine.vcpu.saved_events().smi.latched_init);
         let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
         machine.vcpu.nested_state(&mut state).unwrap();
         let vmcs = &state[nested_vmx::saved::HEADER..];
         let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
         assert_eq!(u64::from(found.get(field::EXIT_REASON)), BELOW);
     }
+}
+
+/// An INIT that root operation has held back goes before a debug exception that the entry finds pending: L2 does not run.
+#[test]
+fn an_init_goes_before_a_pending_debug_exception() {
+    let mut v = vmcs12();
+    v.set(field::GUEST_PENDING_DEBUG, 1 << 14);
+    let mut machine = Hypervisor::on(features(), &v);
+    let shared = machine.vcpu.shared().clone();
+    machine.then(move |vmcs, gprs| {
+        shared.set_init(true);
+        shared.request(vm::vcpu_shared::Request::Event);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    let vmcs = &state[nested_vmx::saved::HEADER..];
+    let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+    let told = (found.get(field::EXIT_REASON), found.get(field::GUEST_PENDING_DEBUG));
+    assert_eq!(told, (3, 1 << 14));
 }
 
 /// L2 writes the TSC, which L1 lets it do, while L1's preemption timer runs: the timer runs on as if nothing had been.

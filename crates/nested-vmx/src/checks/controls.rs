@@ -236,7 +236,7 @@ pub fn check_injection(v: &Vmcs12, c: &Capabilities) -> Checked {
 /// Event type 1, reserved.
 const RESERVED: u32 = 1 << 8;
 /// Event type 7: a pending monitor-trap exit.
-pub(crate) const OTHER: u32 = 7 << 8;
+pub const OTHER: u32 = 7 << 8;
 /// Vectors of exceptions that push an error code.
 const WITH_ERROR_CODE: u32 = 1 << 8 | 0x1f << 10 | 1 << 17;
 

@@ -14,7 +14,7 @@ use x86::{Dr6, Exception, Vector, exception::vector};
 
 use super::gate::{gate_of, passes};
 use super::memory::{Mapped, Whole};
-use super::transition::owes_trap;
+use super::transition::{owes_first, owes_trap};
 use crate::{
     Vcpu,
     run::events::{Events, KernelCalls, Outer, interrupts_open},
@@ -448,9 +448,12 @@ impl<B: Backend> Vcpu<B> {
         // A fault comes first: the CPU itself exits behind its delivery.
         let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
         let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);
+        let first_of_all = trap.filter(|_| owes_first(&self.b));
         // It belongs to the instruction at RIP: what comes between instructions waits until L2 has it.
         let mut gives_exception = false;
-        for waiting in [init, trap, exception, smi, nmi, interrupt].into_iter().flatten() {
+        for waiting in
+            [first_of_all, init, trap, exception, smi, nmi, interrupt].into_iter().flatten()
+        {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {
                 Gate::Deliver if matches!(waiting, Waiting::Exception(_)) => gives_exception = true,

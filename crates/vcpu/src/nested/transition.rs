@@ -43,6 +43,11 @@ pub(crate) fn owes_trap(b: &impl Backend) -> bool {
     monitor_trap(b).is_some_and(MonitorTrap::owes_trap)
 }
 
+/// Whether that exit goes before all other events.
+pub(super) fn owes_first(b: &impl Backend) -> bool {
+    monitor_trap(b).is_some_and(MonitorTrap::owes_first)
+}
+
 /// Whether guests of the guest's may run with these registers.
 pub(crate) fn is_virtualization_on(b: &impl Backend, efer: Efer, cr4: Cr4) -> bool {
     b.nested().is_some_and(|nested| nested.is_on(efer, cr4))

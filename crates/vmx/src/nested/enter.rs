@@ -7,7 +7,7 @@ use backend::{
 };
 use cpu::Cpu;
 use nested_vmx::apic_page;
-use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
+use nested_vmx::checks::{Limits, controls::OTHER, guest::activity_state, is_pat};
 use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::Report;
 use nested_vmx::machine::{Entered, Invalidation, PendingEntry};
@@ -313,9 +313,14 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) -> Executed {
         let v = n.machine.vmcs12();
-        // It is delivered before the priority is looked at.
-        let injects = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
-        if injects {
+        let information = v.get(field::ENTRY_INTERRUPTION);
+        // The exit of the monitor trap flag that an entry may inject comes behind this one, hence not at all (§27.7.8).
+        let traps = information & (event::VALID | event::TYPE) == event::VALID | OTHER;
+        if traps {
+            self.drop_injection();
+        }
+        // An event is delivered before the priority is looked at.
+        if information & event::VALID != 0 && !traps {
             n.machine.fall_pending = true;
             // It does not sleep meanwhile.
             n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);

@@ -349,3 +349,26 @@ fn an_entry_that_falls_loads_its_list() {
     let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
     assert_eq!(v.get(field::EXIT_REASON), 43);
 }
+
+/// It is told in the place of the exit that the entry injects, which comes behind it.
+#[test]
+fn an_entry_that_falls_injects_no_monitor_trap() {
+    let mut v12 = good();
+    let controls = v12.get(field::PROC_CONTROLS) | 1 << 21 | 1 << 31;
+    set!(
+        v12,
+        PROC_CONTROLS = controls,
+        PROC_CONTROLS2 = 1,
+        VIRTUAL_APIC_ADDR = 0x1_8000,
+        APIC_ACCESS_ADDR = 0x1_9000,
+        TPR_THRESHOLD = 5,
+        ENTRY_INTERRUPTION = 0x8000_0700
+    );
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Left);
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!((v.get(field::EXIT_REASON), v.get(field::ENTRY_INTERRUPTION)), (43, 0x700));
+    r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) >> 31, 0);
+    });
+}

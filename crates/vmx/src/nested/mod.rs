@@ -421,6 +421,10 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
         self.cold.of_l1.runs && self.nested.as_ref().is_some_and(owes)
     }
 
+    fn owes_first(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| n.machine.fall_pending)
+    }
+
     /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).
     fn keep_debug_trap(&mut self, bits: u64) {
         const STEP: u64 = Dr6::BS;

@@ -70,12 +70,25 @@ fn an_init_waits_in_root_operation_and_ends_l2s_run() {
     assert_eq!(r.v.gate(&Waiting::Init), Gate::Hold);
     assert_eq!(r.v.gate(&Waiting::Nmi), Gate::Deliver);
     assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
-    assert_eq!(r.v.gate(&Waiting::Init), Gate::AfterEntry);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::ExitToL1);
+    assert_eq!(r.v.gate(&Waiting::Nmi), Gate::AfterEntry);
     r.enter(ExitReason::Cpuid, |_| {});
     let _ = r.v.claims(&r.g, &r.m);
     assert_eq!(r.v.gate(&Waiting::Init), Gate::ExitToL1);
     r.v.leave_operation();
     assert_eq!(r.v.gate(&Waiting::Init), Gate::Deliver);
+}
+
+#[test]
+fn an_init_waits_for_what_the_entry_injects() {
+    let mut v12 = good();
+    v12.set(field::ENTRY_INTERRUPTION, 0x8000_0202);
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::AfterEntry);
+    r.enter(ExitReason::Cpuid, |vmcs| vmcs.set(field::ENTRY_INTERRUPTION, 0x202));
+    let _ = r.v.claims(&r.g, &r.m);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::ExitToL1);
 }
 
 #[test]
