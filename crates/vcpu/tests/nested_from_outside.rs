@@ -109,9 +109,12 @@ fn a_restored_end_of_a_timer_waits_for_the_tsc() {
     machine.vcpu.set_sregs(&sregs, None).unwrap();
     machine.vcpu.set_regs(&regs);
     machine.vcpu.set_nested_state(&saved).unwrap();
-    // A VMM that has an access completed before it goes on enters nothing.
+    // A VMM that has an access completed before it goes on enters nothing, nor does one whose call a signal ends.
     let at_once = RunInput { immediate_exit: true, ..RunInput::default() };
     assert_eq!(machine.vcpu.run(&at_once), UserExit::Immediate);
+    surroundings::set_signal_pending(true);
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
     machine.vcpu.write_msr(TSC, tsc, By::Vmm).unwrap();
     assert_eq!(header(&mut machine).preemption_timer_deadline, deadline);
     enters_with(&mut machine, 900..=1000);

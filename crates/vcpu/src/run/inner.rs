@@ -161,6 +161,8 @@ impl<B: Backend> Vcpu<B> {
         self.time.forget_clock();
         // Interrupts were on until a moment ago, which is all that the bound is for.
         self.rare.stalls.forget();
+        // A KVM_RUN that enters no guest is none: the rest of a restore may still come behind it.
+        self.rare.nested_restored = false;
         self.device.seen.forget_decoded();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();

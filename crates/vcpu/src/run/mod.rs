@@ -134,8 +134,6 @@ impl<B: Backend> Vcpu<B> {
         self.b.begin_run();
         let exit = self.run_until_exit(input);
         self.rare.has_run = true;
-        // With `immediate_exit` no guest was entered: the rest of a restore may still come.
-        self.rare.nested_restored &= input.immediate_exit;
         // User space may not come back for long, and a device waits for this end of interrupt.
         if self.events.outer.has(Outer::OWING) {
             self.events.tell_resamplers(&self.vm);
