@@ -167,11 +167,7 @@ impl<C: Cpu> Vmx<C> {
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
-        known.activity = report.activity;
-        if !n.l0.primary.contains(ProcControls::HLT) && known.activity == activity_state::ACTIVE {
-            // L0 does not sleep for an L2 whose HLT does not exit: the CPU's own field tells.
-            known.activity = self.get(fields::GUEST_ACTIVITY);
-        }
+        known.activity = self.activity_of_l2(n, report.activity);
         n.machine.leave(&block, report, &known, memory);
         // vmcs02 has them in parts only: the bits of L0's own are not in it.
         n.kept_by_l0 = Some((self.cr0, self.cr4));
@@ -189,6 +185,14 @@ impl<C: Cpu> Vmx<C> {
         // The type decides: an exception of vector 2 is no NMI.
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
         self.load_host(n, gprs, kept, report.reason, is_nmi, memory)
+    }
+
+    /// L2's activity state, of which L0 knows `told`.
+    #[inline]
+    pub(super) fn activity_of_l2(&self, n: &Nested, told: u32) -> u32 {
+        // L0 does not sleep for an L2 whose HLT does not exit: the CPU's own field tells.
+        let by_cpu = !n.l0.primary.contains(ProcControls::HLT) && told == activity_state::ACTIVE;
+        if by_cpu { self.get(fields::GUEST_ACTIVITY) } else { told }
     }
 
     /// An entry that was refused before L2 ran: vmcs01 is still the vCPU's.

@@ -49,7 +49,7 @@ impl<C: Cpu> Vmx<C> {
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
-        known.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
+        known.activity = self.activity_of_l2(n, n.machine.vmcs12().get(field::GUEST_ACTIVITY));
         n.machine.save_running(&block, &known);
         let injection = self.get(fields::ENTRY_INTERRUPTION);
         // The VMCS may say of a shadow what is over.
@@ -176,15 +176,21 @@ impl<C: Cpu> NestedState for Vmx<C> {
             // Before the page of an enlightened VMCS is read: the one or the other has what L1 wrote last.
             this.take_shadow(n, Taken::Whole);
             n.machine.refresh_enlightened(&Memory::new(l1));
-            let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
+            let v = n.machine.vmcs12();
+            let (asked, told) = (v.get(field::ENTRY_INTERRUPTION), v.get(field::GUEST_ACTIVITY));
             // Without a VMCS there is no image, and nothing to be brought up to date.
             if n.machine.current().is_some() || n.machine.is_enlightened() {
                 this.bring_up_to_date(n, gprs);
             }
             let deadline = n.timer.map(|deadline| deadline.0);
             let saved = saved::save(&n.machine, deadline, into).map(|_| ());
-            // The state alone has it otherwise: it says what is to be injected again, if L2 goes on here.
-            n.machine.vmcs12_mut().set(field::ENTRY_INTERRUPTION, asked);
+            // The state alone has them otherwise: it says what is to be injected again, and that the CPU has halted L2, which
+            // goes on here.
+            let v = n.machine.vmcs12_mut();
+            v.set(field::ENTRY_INTERRUPTION, asked);
+            if this.cold.of_l1.runs {
+                v.set(field::GUEST_ACTIVITY, told);
+            }
             saved.ok_or(Unrestorable::Missing)
         })
         .unwrap_or(Err(Unrestorable::Invalid))

@@ -1,5 +1,6 @@
 //! L2 in other activity states than the active one, and INIT, over the model CPU.
 
+extern crate std;
 use backend::{Asleep as _, Executed, Gate, Nested as _, Sleep, Waiting};
 use nested_vmx::Vmcs12;
 use x86::Vector;
@@ -107,5 +108,33 @@ fn other_states_fail_the_entry() {
         let mut r = Rig::new(&v, 0xd01);
         assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Left);
         assert_eq!(seen(&r).0, 1 << 31 | 33);
+    }
+}
+
+/// The VMM has given up exits of HLT, and L1 asks for none: the CPU halts L2, and a saved state says so.
+#[test]
+fn an_l2_that_the_cpu_has_halted_is_saved_so() {
+    use backend::{FewerExits, NestedState as _, Permissions as _};
+    use nested_vmx::saved::HEADER;
+    use zerocopy::FromBytes as _;
+    for halted in [1, 0] {
+        let mut v12 = good();
+        v12.set(field::PROC_CONTROLS, v12.get(field::PROC_CONTROLS) & !(1 << 7));
+        let mut r = Rig::new(&v12, 0xd01);
+        r.v.give_up_exits(FewerExits { hlt: true, ..FewerExits::default() });
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, move |v| v.set(field::GUEST_ACTIVITY, halted));
+        assert_eq!(r.v.claims(&r.g, &r.m), Ok(backend::Claim::L0));
+        r.leave_loop();
+        r.v.set_activity(None);
+        let mut bytes = std::vec![0; r.v.state_size()];
+        r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
+        let saved = Vmcs12::read_from_prefix(&bytes[HEADER..]).unwrap().0;
+        assert_eq!(saved.get(field::GUEST_ACTIVITY), halted);
+        // It goes on here as it was, and elsewhere behind its HLT, as an L1 does.
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::GUEST_ACTIVITY), r.v.get(fields::GUEST_ACTIVITY)), (0, halted));
+        r.restore(&bytes, false);
+        assert_eq!(r.v.get(fields::GUEST_ACTIVITY), 0);
     }
 }
