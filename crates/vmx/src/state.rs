@@ -23,7 +23,7 @@ use crate::{
     fields::{self, Slot},
     host_registers::HostThread,
     host_words::TableWatch,
-    nested::kept::{Nested, OfL1},
+    nested::kept::{Nested, OfL1, OtherMsrs},
     owned::Owned,
     page_log::PageLog,
     permission::{LISTED, SPECULATION},
@@ -110,6 +110,8 @@ pub(crate) struct Cold {
     pub(crate) listed_denied: [Directions; LISTED.len()],
     /// L1's table registers between two exits of L2.
     pub(crate) tables: TableWatch,
+    /// PAT and DEBUGCTL of an L2 that system-management mode has put aside.
+    pub(crate) aside: Option<OtherMsrs>,
 }
 
 impl Cold {
@@ -138,6 +140,7 @@ impl Cold {
             of_l1: OfL1::default(),
             listed_denied: [Directions::empty(); LISTED.len()],
             tables: TableWatch::default(),
+            aside: None,
         })
     }
 }

@@ -39,6 +39,13 @@ pub(crate) struct OfL1 {
     pub(crate) timer: u64,
 }
 
+/// MSRs of L2's that are in VMCS12 only where L1 has them saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OtherMsrs {
+    pub(crate) pat: u64,
+    pub(crate) debugctl: u64,
+}
+
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sources {

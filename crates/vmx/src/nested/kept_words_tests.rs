@@ -156,3 +156,31 @@ fn an_l2_that_goes_on_has_its_own_debugctl_and_pat() {
         assert_eq!(of(&r), (before, pat), "restored");
     }
 }
+
+/// What L2 has written to them is there again behind RSM, whether or not its hypervisor loads and saves them.
+#[test]
+fn rsm_brings_back_what_no_exit_saves() {
+    use backend::{GuestLimits, Msrs as _};
+    const RTM: u64 = msr::debugctl::RTM;
+    const OTHER: u64 = 0x0606_0606_0606_0606;
+    use x86::vmcs::{EntryControls as E, ExitControls as X};
+    for loads in [true, false] {
+        let mut v12 = good();
+        let asked = if loads { E::LOAD_DEBUG | E::LOAD_PAT } else { E::empty() };
+        let entry = (v12.entry() - (E::LOAD_DEBUG | E::LOAD_PAT)) | asked;
+        let exit = v12.exit() - (X::SAVE_DEBUG | X::SAVE_PAT);
+        set!(v12, ENTRY_CONTROLS = entry.bits(), EXIT_CONTROLS = exit.bits());
+        let mut r = Rig::new(&v12, 0xd01);
+        r.v.set_limits(GuestLimits { rtm: true, ..r.v.cold.limits });
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |_| {});
+        assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L0), "the entry is over");
+        r.leave_loop();
+        r.v.set_msr(msr::DEBUGCTL, RTM).unwrap();
+        r.v.set_msr(msr::PAT, OTHER).unwrap();
+        assert!(r.v.enter_smm(&mut r.g, Gpa(0), &r.m).is_ok());
+        assert_ne!(r.v.msr(msr::PAT), Ok(OTHER), "L1's own");
+        assert!(r.v.leave_smm(&mut r.g, Gpa(0), None, &r.m));
+        assert_eq!((r.v.msr(msr::DEBUGCTL), r.v.msr(msr::PAT)), (Ok(RTM), Ok(OTHER)), "{loads}");
+    }
+}

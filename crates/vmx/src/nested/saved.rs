@@ -14,7 +14,7 @@ use x86::{Cr0, Dr7, Efer};
 
 use super::{
     access::{Block, Memory},
-    kept::Nested,
+    kept::{Nested, OtherMsrs},
     shadow::Taken,
 };
 use crate::{fields, state::Vmx};
@@ -110,30 +110,34 @@ impl<C: Cpu> Vmx<C> {
         n.timer = deadline.filter(|_| counts).map(Deadline);
         if restored == Restored::L2 {
             // Behind the regions: vmcs02 is composed from VMCS12.
-            self.resume_l2(n, gprs, true, &memory);
+            // The vCPU's registers were set before the nested state: VMMs do it in that order.
+            let others = Some(self.other_msrs());
+            self.resume_l2(n, gprs, others, &memory);
         }
     }
 
+    /// MSRs of the level that runs, of which an exit may save nothing.
+    pub(super) fn other_msrs(&self) -> OtherMsrs {
+        let (pat, debugctl) = (self.get(fields::GUEST_PAT), self.get(fields::GUEST_DEBUGCTL));
+        OtherMsrs { pat, debugctl }
+    }
+
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
-    /// vCPU's before, `restored`, or lies in VMCS12 since the SMI.
+    /// vCPU's before, or L2's own at the SMI; of `others`, if they are not known, VMCS12 has what there is.
     pub(super) fn resume_l2<M: L1Memory>(
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        restored: bool,
+        others: Option<OtherMsrs>,
         memory: &Memory<'_, M>,
     ) {
         let pending = n.machine.run_pending;
         // Read before L2's block is composed: with no entry pending they are L2's already.
-        let before = (self.get(fields::GUEST_DR7), self.get(fields::GUEST_PAT), self.efer);
-        let debugctl = self.get(fields::GUEST_DEBUGCTL);
+        let (dr7, efer) = (self.get(fields::GUEST_DR7), self.efer);
         self.begin_l2(n, gprs, memory);
         if !pending {
-            let (dr7, pat, efer) = before;
             self.set(fields::GUEST_DR7, dr7);
-            // Behind RSM they are as composed: the vCPU's were those of the handler, and of L1.
-            if restored {
-                // The vCPU's registers were set before the nested state: VMMs do it in that order.
+            if let Some(OtherMsrs { pat, debugctl }) = others {
                 self.set(fields::GUEST_PAT, pat);
                 self.set(fields::GUEST_DEBUGCTL, debugctl);
             }

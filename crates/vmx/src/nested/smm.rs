@@ -23,6 +23,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // L1's preemption timer counts on.
         let timer = n.timer;
+        self.cold.aside = self.cold.of_l1.runs.then(|| self.other_msrs());
         // Behind what is read of L2.
         // L1's VMCS is the vCPU's, whose registers SMM saves.
         self.end_run(n);
@@ -37,7 +38,9 @@ impl<C: Cpu> Vmx<C> {
         // Asked for the flag that the SMI left: RSM without one changes nothing here.
         if n.machine.take_back() {
             n.machine.load_shadow(&Memory::new(l1));
-            self.resume_l2(n, gprs, false, &Memory::new(l1));
+            // A state that was restored in the mode has them in VMCS12 alone.
+            let others = self.cold.aside.take();
+            self.resume_l2(n, gprs, others, &Memory::new(l1));
         }
     }
 }
