@@ -10,9 +10,9 @@ use nested_vmx::saved::Header;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use vm::vcpu_shared::MpState;
-use x86::Vector;
 use x86::msr::{DEBUGCTL, TSC};
 use x86::vmcs::{ExitReason, field};
+use x86::{Cr0, Cr4, Efer, Vector};
 use zerocopy::FromBytes;
 
 /// KVM_STATE_NESTED_GUEST_MODE and KVM_STATE_NESTED_RUN_PENDING.
@@ -182,6 +182,42 @@ fn an_entry_into_a_halt_is_the_vmms_where_it_has_the_local_apic() {
     assert_eq!(machine.vcpu.shared().mp_state(), MpState::Runnable);
     machine.then(|vmcs, gprs| {
         assert_eq!((vmcs.get(field::GUEST_RIP), vmcs.get(field::GUEST_ACTIVITY)), (L2_RIP, 0));
+        shutdown(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// A restored L2 pages by PAE, on tables of L1's, and user space sets its registers before it has run: its PDPTEs, and what an
+/// address means, go through those tables.
+#[test]
+fn a_restored_l2_is_read_through_the_tables_of_l1() {
+    // L2's page 0x3000 is L1's 0x13000, and L1's 0x3000 another's.
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    for (table, entry) in [(0x20000, 0x21007), (0x21000, 0x22007), (0x22000, 0x23007)] {
+        machine.put(table, entry);
+    }
+    for page in 0..64 {
+        machine.put(0x23000 + page * 8, ((page + 16) % 64) << 12 | 0x37);
+    }
+    let mut v = vmcs12();
+    v.set(field::PROC_CONTROLS2, v.get(field::PROC_CONTROLS2) | 1 << 1);
+    v.set(field::EPT_POINTER, 0x20000 | 0x1e);
+    let mut header = header(&mut machine);
+    header.flags = GUEST_MODE;
+    machine.put(0x3000, 0x7001);
+    machine.put(0x13000, 0x5001);
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&header, &v)).unwrap();
+    let mut sregs = machine.vcpu.sregs();
+    (sregs.cr0, sregs.cr3) = (Cr0::from_bits_retain(0x8000_0033), 0x3000);
+    (sregs.cr4, sregs.efer) = (Cr4::PAE | Cr4::VMXE, Efer::empty());
+    sregs.cs.attr = 0xc9b;
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    // Its directory is page 5, which is L1's 0x15000: one large page.
+    machine.put(0x15000, 0xe3);
+    assert_eq!(machine.vcpu.translate_address(0x2000).map(|found| found.0), Some(0x12000));
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_PDPTE0), 0x5001);
         shutdown(vmcs, gprs);
     });
     machine.then(shutdown);

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use host::{mitigation::Facts, page::Pages};
-use mmu::{EptSupport, FlushRemote, Format, Region};
+use host::{mitigation::Facts, page::Pages, std_port::test as surroundings};
+use mmu::{AddressSpace, EptSupport, FlushRemote, Format, Region};
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
 use vm::VmRef;
 use vmx::Features;
 use x86::vmcs::{ExitReason, ProcControls2, field};
+use x86::{Cr0, Cr4, Efer};
 
 /// Runs until the guest shuts down, after `exits` external interrupts.
 fn run(v: &mut VmxVcpu) -> Counts {
@@ -171,4 +172,44 @@ fn buffers_are_cleared_at_each_entry_from_the_first_page_of_a_device_on() {
     // In this run and all that follow, within the loop too.
     assert_eq!(cleared(&[None, None]), 3);
     vm.memory().set_region(&Region { size: 0, ..region }, &**vm).unwrap();
+}
+
+/// System-management mode's handler pages by tables of its own: RSM loads the PDPTEs of the guest that it interrupted.
+#[test]
+fn rsm_loads_the_pdptes_of_the_interrupted_guest() {
+    let (mut v, vm) = vcpu_of(features(), Format::npt(4, 0));
+    let user = Pages::zeroed(6).unwrap();
+    let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: user.hpa().0 };
+    for space in [AddressSpace::Main, AddressSpace::Smm] {
+        vm.memory_in(space).set_region(&region, &**vm).unwrap();
+    }
+    const TABLES: [(u64, u64); 2] = [(0x1000, 0x5001), (0x2000, 0x6001)];
+    for (at, entry) in TABLES {
+        user.words()[at as usize / 8].store(entry, Ordering::Relaxed);
+    }
+    let pages_by = |v: &mut VmxVcpu, cr3| {
+        let mut sregs = v.sregs();
+        (sregs.cr0, sregs.cr3) = (Cr0::PG | Cr0::PE | Cr0::NE | Cr0::ET, cr3);
+        (sregs.cr4, sregs.efer) = (Cr4::PAE, Efer::empty());
+        v.set_sregs(&sregs, None).unwrap();
+    };
+    pages_by(&mut v, TABLES[0].0);
+    v.queue_smi();
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        surroundings::set_signal_pending(true);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    pages_by(&mut v, TABLES[1].0);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_PDPTE0), TABLES[1].1);
+        exit(ExitReason::Rsm)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_CR3), TABLES[0].0);
+        assert_eq!(vmcs.get(field::GUEST_PDPTE0), TABLES[0].1);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
 }

@@ -95,7 +95,7 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
 }
 
 /// The tables of L1's that L2 is to run with.
-pub(crate) fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
+fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
     b.nested().and_then(NestedPaging::l1_tables)
 }
 
@@ -105,7 +105,7 @@ pub(super) fn has_pdptes_of_l1(b: &impl Backend) -> bool {
 }
 
 /// How tables of L1's are read, by what L1's CPUID says.
-pub(crate) fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
+fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
     let maxphyaddr = cpuid.maxphyaddr();
     match tables {
         L1Tables::Npt { ncr3, cr0, cr4, efer } => {
@@ -231,11 +231,20 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Makes room for an L2 with tables of L1's. Whether there was none.
+    #[cold]
+    pub(super) fn make_stage(&mut self) -> Result<bool, NoMemory> {
+        let absent = self.mmu.stage.is_none();
+        if absent {
+            self.mmu.stage = Some(Stage::new()?);
+        }
+        Ok(absent)
+    }
+
     #[cold]
     #[inline(never)]
     fn find_nested_root_outside(&mut self, wanted: Option<L1Tables>) -> Result<(), NoMemory> {
-        if self.mmu.stage.is_none() {
-            self.mmu.stage = Some(Stage::new()?);
+        if self.make_stage()? {
             // It was not there when the level changed, and has noted nothing.
             self.change_l1_tables(wanted);
         }

@@ -4,6 +4,7 @@
 //! L1's beside, in the format of its instruction set, which is the backend's to know.
 
 use backend::{Backend, Nested, NestedState, Unrestorable};
+use host::NoMemory;
 use vm::vcpu_shared::Request;
 use x86::cpuid::feature;
 
@@ -16,6 +17,9 @@ use crate::{
     paging::pdptes::is_pae,
     run::{events::Outer, outcome::Outcome},
 };
+
+/// Bytes of a nested state before the control block that it may have (`struct kvm_nested_state`).
+const HEADER: usize = 128;
 
 impl<B: Backend> Vcpu<B> {
     /// Bytes that the nested state has now. `None`: the vCPU has none, for its guest may be no hypervisor.
@@ -47,6 +51,10 @@ impl<B: Backend> Vcpu<B> {
         // All is checked before anything changes: a state that is refused leaves the vCPU as it was. What is found good is
         // restored without another look at L1's memory, which other threads may change.
         let checked = nested.check_state(bytes, smm, &Whole::new(&self.mmu.memory, None))?;
+        // Whose tables lead where has to be known before the first entry: registers are set, and addresses asked for.
+        if bytes.len() > HEADER {
+            self.make_stage().map_err(|NoMemory| Unrestorable::NoMemory)?;
+        }
         // The hardware serves no hypervisor's local APIC.
         // Before `stop_serving_apic`, which would leave the requests with the hardware.
         self.gather_interrupts();
@@ -94,6 +102,15 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_rip(rip);
         self.b.set_rflags(rflags);
         self.put_sregs(&sregs);
+    }
+
+    /// RSM has set the registers: the PDPTEs are loaded as those say, but an L2 with tables of L1's has those of its state.
+    #[cold]
+    pub(crate) fn reload_own_pdptes(&mut self) {
+        if !has_pdptes_of_l1(&self.b) {
+            self.mmu.forget_fetched_pdptes();
+            self.replace_pdptes();
+        }
     }
 
     /// PDPTEs are no part of a state of L2's without tables of L1's: they are loaded as soon as memory is there.

@@ -14,11 +14,7 @@ use vm::vcpu_shared::{MpState, Request, VcpuShared};
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
-    nested::{
-        events::tell_activity,
-        paging::{probe_of_l2, read_tables, wanted_tables},
-        transition::is_virtualization_on,
-    },
+    nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
     run::events::{Events, Outer},
     state::smm::SavedSmi,
 };
@@ -473,9 +469,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.b.paging_context(&self.cpuid);
-        if let Some(wanted) = wanted_tables(&self.b) {
-            // Read anew: what the vCPU keeps of them is there from the first entry on, and not behind a restore.
-            let tables = read_tables(&self.cpuid, wanted)?;
+        if let Some(tables) = self.mmu.l1_tables() {
             return probe_of_l2(&self.mmu.memory, &tables, &context, linear);
         }
         if !context.is_paging() {

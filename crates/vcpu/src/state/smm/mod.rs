@@ -359,6 +359,8 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_idtr(cpu.idtr);
         self.b.set_interrupt_shadow(cpu.interrupt_shadow);
         self.control_changed();
+        // The handler may have loaded its own.
+        self.reload_own_pdptes();
         if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         }
