@@ -11,7 +11,7 @@ pub mod walk;
 
 use x86::vmcb::npf;
 use x86::vmcs::ApicAccess;
-use x86::{Gfn, Gpa, exception::pf};
+use x86::{Cr4, Efer, Gfn, Gpa, exception::pf};
 
 use crate::grant::Grant;
 use crate::role::PagingContext;
@@ -27,6 +27,8 @@ pub struct Tables {
     pub(crate) role: Role,
     /// L1 has each page noted that becomes dirty.
     logs: bool,
+    /// L1 hears that an access is a fetch.
+    tells_fetch: bool,
 }
 
 impl Tables {
@@ -34,17 +36,18 @@ impl Tables {
     /// `None`: L1 is in neither long mode nor PAE paging; such tables are not served.
     pub fn npt(ncr3: u64, l1: &PagingContext) -> Option<Self> {
         let role = Role::npt(ncr3, l1)?;
-        Some(Self { base: role.base(ncr3), role, logs: false })
+        let tells_fetch = l1.efer.contains(Efer::NXE) || l1.cr4.contains(Cr4::SMEP);
+        Some(Self { base: role.base(ncr3), role, logs: false, tells_fetch })
     }
 
     /// EPT tables from VMCS12's EPT pointer, which was checked.
     pub fn ept(pointer: u64, offer: &EptOffer) -> Self {
         let role = Role::ept(pointer, offer);
-        Self { base: role.base(pointer), role, logs: false }
+        Self { base: role.base(pointer), role, logs: false, tells_fetch: true }
     }
 
     /// No tables: L2's physical addresses are L1's.
-    pub const FLAT: Self = Self { base: 0, role: Role::FLAT, logs: false };
+    pub const FLAT: Self = Self { base: 0, role: Role::FLAT, logs: false, tells_fetch: true };
 
     /// These tables, where an access that is to set a dirty flag is told as [`L1Fault::Unlogged`], and not done (`logs`); or
     /// done, since L1's log has it.
@@ -102,6 +105,7 @@ impl Tables {
             fetch: kind == AccessKind::Fetch,
             told,
             logs: self.logs,
+            tells_fetch: self.tells_fetch,
         }
     }
 
@@ -109,7 +113,7 @@ impl Tables {
     #[inline]
     #[must_use]
     pub const fn fault(&self, access: NestedAccess) -> NestedAccess {
-        NestedAccess { logs: self.logs, ..access }
+        NestedAccess { logs: self.logs, tells_fetch: self.tells_fetch, ..access }
     }
 }
 
@@ -154,6 +158,8 @@ pub struct NestedAccess {
     told: u64,
     /// L1 has each page noted that becomes dirty, and this one is not.
     pub(crate) logs: bool,
+    /// L1 hears of a fetch that it is one.
+    tells_fetch: bool,
 }
 
 impl NestedAccess {
@@ -172,7 +178,7 @@ impl NestedAccess {
         let write = info & pf::WRITE as u64 != 0;
         // A paging entry is not fetched, whatever it is read for.
         let fetch = info & pf::FETCH as u64 != 0 && info & npf::TABLE == 0;
-        Self { gpa, read: !write && !fetch, write, fetch, told, logs: false }
+        Self { gpa, read: !write && !fetch, write, fetch, told, logs: false, tells_fetch: true }
     }
 
     /// The access of an EPT violation: its exit qualification and the guest-physical address.
@@ -188,6 +194,7 @@ impl NestedAccess {
             // is passed on.
             told: qualification & (LINEAR | FINAL | NMI_UNBLOCKED),
             logs: false,
+            tells_fetch: true,
         }
     }
 
@@ -206,7 +213,8 @@ impl NestedAccess {
 pub enum L1Fault {
     /// #VMEXIT(NPF), APM vol. 2 §15.25.6.
     Npf {
-        /// EXITINFO1, the error code of the fault, which tells of a fetch whether or not L1 has what forbids one.
+        /// EXITINFO1, the error code of the fault, which tells of a fetch where L1 has what forbids one: EFER.NXE or CR4.SMEP,
+        /// as for its own page faults.
         info: u64,
     },
     /// An EPT violation.
@@ -276,7 +284,7 @@ impl NestedAccess {
             Refusal::Rights(_) => pf::USER | pf::PRESENT,
         };
         code |= if self.write { pf::WRITE } else { 0 };
-        code |= if self.fetch { pf::FETCH } else { 0 };
+        code |= if self.fetch && self.tells_fetch { pf::FETCH } else { 0 };
         L1Fault::Npf { info: self.told | u64::from(code) }
     }
 }

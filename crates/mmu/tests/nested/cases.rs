@@ -514,6 +514,32 @@ fn a_flag_that_is_to_be_logged_is_not_set_before() {
     }
 }
 
+/// L1 logs, and its table of leaves is ROM: the flag cannot be set, nothing is logged, and the write is done.
+#[test]
+fn a_flag_in_rom_is_not_to_be_logged() {
+    let machine = plain(ept(), false);
+    let gpa = 9 << 12;
+    machine.poke(4, 9, machine.peek(4, 9) & !(1 << 9));
+    machine.access(0, gpa, &Access::READ).unwrap();
+    assert!(machine.find_frame(9, true));
+    machine.withdraw(4, 5);
+    machine.rom.set(1 << 4);
+    let tables = ept().tables(1).logging(true);
+    let told = tables.fault(NestedAccess::violation(3 << 7 | 2, gpa));
+    let fault = || {
+        machine.with_view(|view| {
+            let roots = &machine.vcpus[0].borrow().roots;
+            machine.shadow.lock().nested_fault(view, roots, &told)
+        })
+    };
+    machine.find_frame(4, false);
+    let NestedFault::NeedFrame(frame) = fault() else { panic!("{:?}", fault()) };
+    assert!(frame.write && frame.gpa.gfn().0 == 4);
+    machine.vcpus[0].borrow_mut().roots.note_rom(frame.gpa.gfn(), machine.tdp.generation());
+    assert!(machine.find_frame(9, true));
+    assert!(matches!(fault(), NestedFault::Fixed { .. }), "{:?}", fault());
+}
+
 /// L1 leaves out one frame after the other. Each makes other pages of the same tables, which all lie in one chain: those
 /// that nobody runs with go in time.
 #[test]

@@ -33,8 +33,8 @@ pub fn levels(kind: &Kind, more: bool) -> u8 {
 
 /// How the software is told of an access, as the hardware would.
 pub fn told(kind: &Kind, gpa: u64, access: &Access) -> NestedAccess {
-    match kind {
+    kind.tables(1).fault(match kind {
         Kind::Npt { .. } => NestedAccess::npf(kind.told(access), gpa),
         Kind::Ept { .. } => NestedAccess::violation(kind.told(access), gpa),
-    }
+    })
 }

@@ -325,6 +325,7 @@ impl Machine {
                 // What the shadow tables allow is no business of L1's.
                 Kind::Ept { .. } => NestedAccess::violation(kind.told(access) | 5 << 3, gpa),
             };
+            let told = kind.tables(vcpu.root).fault(told);
             let fault =
                 self.with_view(|view| self.shadow.lock().nested_fault(view, &vcpu.roots, &told));
             match fault {

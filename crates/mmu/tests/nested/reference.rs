@@ -149,13 +149,19 @@ impl Kind {
         }
     }
 
+    /// What L1 hears of it by NPT: of a fetch where it has what forbids one.
+    fn heard(&self, access: &Access) -> u64 {
+        let fetch = if let Kind::Npt { nx: false, .. } = self { 1 << 4 } else { 0 };
+        self.told(access) & !fetch
+    }
+
     fn writes(&self, access: &Access) -> bool {
         access.write || access.table && self.has_flags()
     }
 
     fn absent(&self, access: &Access) -> No {
         No::L1(match self {
-            Kind::Npt { .. } => L1Fault::Npf { info: self.told(access) },
+            Kind::Npt { .. } => L1Fault::Npf { info: self.heard(access) },
             Kind::Ept { .. } => L1Fault::Violation { qualification: self.told(access) },
         })
     }
@@ -265,7 +271,7 @@ impl Kind {
             }
             if self.is_broken(entry, level) {
                 return Err(No::L1(match self {
-                    Kind::Npt { .. } => L1Fault::Npf { info: self.told(access) | 9 },
+                    Kind::Npt { .. } => L1Fault::Npf { info: self.heard(access) | 9 },
                     Kind::Ept { .. } => L1Fault::Misconfiguration,
                 }));
             }
@@ -305,7 +311,7 @@ impl Kind {
                 if fine {
                     Ok(())
                 } else {
-                    Err(No::L1(L1Fault::Npf { info: self.told(access) | 1 }))
+                    Err(No::L1(L1Fault::Npf { info: self.heard(access) | 1 }))
                 }
             }
             Kind::Ept { .. } => {

@@ -363,10 +363,11 @@ impl State {
         // The log entry comes before the flag: in the other order a page could be dirty and in no
         // log, if L2 never gets on.
         let logs = access.logs && dirty & !step.entry != 0;
-        if logs && !roots.roms.has(view.generation(), step.gfn) {
-            return Some(NestedFault::L1(L1Fault::Unlogged));
-        }
-        match self.set_bits(view, step, offset, wanted) {
+        let logs = logs && !roots.roms.has(view.generation(), step.gfn);
+        // A flag that cannot be set is in no log, so that is tried before.
+        let to = if logs { step.entry } else { wanted };
+        match self.set_bits(view, step, offset, to) {
+            Some(true) if logs => return Some(NestedFault::L1(L1Fault::Unlogged)),
             Some(true) => step.entry = wanted,
             // L1 changed the entry meanwhile. Entering again lets the hardware walk what is there
             // now.
