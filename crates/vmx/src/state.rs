@@ -252,6 +252,11 @@ impl<C: Cpu> Vmx<C> {
         self.vmcs.set(&self.cpu, slot, value);
     }
 
+    /// Sets a field of the VMCS by a call.
+    pub(crate) fn set_rarely<W: Width>(&self, slot: Slot<W, ReadWrite>, value: W::Value) {
+        self.vmcs.set_rarely(&self.cpu, slot, value);
+    }
+
     /// What of the VMCS never changes: written when it is current for the first time.
     #[cold]
     pub(crate) fn write_constants(&self) {
@@ -265,25 +270,25 @@ impl<C: Cpu> Vmx<C> {
 impl<C: Cpu> Backend for Vmx<C> {
     fn reset(&mut self, reset: Reset) {
         // Before the registers, which are written by who owns which bit.
-        self.set(fields::CR0_MASK, !self.owned_cr0().bits());
-        self.set(fields::CR4_MASK, !self.owned_cr4().bits());
+        self.set_rarely(fields::CR0_MASK, !self.owned_cr0().bits());
+        self.set_rarely(fields::CR4_MASK, !self.owned_cr4().bits());
         // VMX operation goes before the registers are set: its rules would refuse their reset values.
         self.leave_operation();
         reset_registers(self, reset);
         // A halted guest that is reset runs.
         self.end_halt();
-        self.set(fields::GUEST_RIP, 0xfff0);
-        self.set(fields::GUEST_RSP, 0);
-        self.set(fields::GUEST_RFLAGS, Rflags::RESET.bits());
+        self.set_rarely(fields::GUEST_RIP, 0xfff0);
+        self.set_rarely(fields::GUEST_RSP, 0);
+        self.set_rarely(fields::GUEST_RFLAGS, Rflags::RESET.bits());
         self.shadow_over.set(false);
-        self.set(fields::GUEST_INTERRUPTIBILITY, 0);
+        self.set_rarely(fields::GUEST_INTERRUPTIBILITY, 0);
         // A trap of before the reset must not come behind its first instruction.
-        self.set(fields::GUEST_PENDING_DEBUG, 0);
+        self.set_rarely(fields::GUEST_PENDING_DEBUG, 0);
         // INIT leaves these as they are (SDM vol. 3A table 10-1).
         if reset == Reset::PowerUp {
-            self.set(fields::GUEST_SYSENTER_CS, 0);
-            self.set(fields::GUEST_SYSENTER_ESP, 0);
-            self.set(fields::GUEST_SYSENTER_EIP, 0);
+            self.set_rarely(fields::GUEST_SYSENTER_CS, 0);
+            self.set_rarely(fields::GUEST_SYSENTER_ESP, 0);
+            self.set_rarely(fields::GUEST_SYSENTER_EIP, 0);
             self.cold.extended.set_xcr0(1);
             self.cold.extended.set_xss(0);
         }

@@ -143,6 +143,18 @@ impl Vmcs {
         }
     }
 
+    /// As [`set`](Self::set), by a call: for what is done seldom the copies of its code are too many.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn set_rarely<C: Cpu, W: Width>(
+        &self,
+        cpu: &C,
+        slot: Slot<W, ReadWrite>,
+        value: W::Value,
+    ) {
+        self.set(cpu, slot, value);
+    }
+
     /// Sets a field, and writes it if it has that value already, too.
     pub(crate) fn set_again<C: Cpu, W: Width>(
         &self,
