@@ -7,6 +7,8 @@
 //! SDM vol. 3C chapters 24 to 31.
 
 mod access;
+#[cfg(test)]
+mod aside_tests;
 mod capabilities;
 mod enlightened;
 #[cfg(test)]

@@ -135,11 +135,13 @@ impl<C: Cpu> Vmx<C> {
         // Read before L2's block is composed: with no entry pending they are L2's already.
         let (dr7, efer) = (self.get(fields::GUEST_DR7), self.efer);
         self.begin_l2(n, gprs, memory);
+        // Of vmcs01: a step that pends in a shadow of L1's is over with its entry, and behind an exit none pends (SDM vol. 3C §28.5).
+        n.other.set_rarely(&self.cpu, fields::GUEST_PENDING_DEBUG, 0);
         if !pending {
-            self.set(fields::GUEST_DR7, dr7);
+            self.set_rarely(fields::GUEST_DR7, dr7);
             if let Some(OtherMsrs { pat, debugctl }) = others {
-                self.set(fields::GUEST_PAT, pat);
-                self.set(fields::GUEST_DEBUGCTL, debugctl);
+                self.set_rarely(fields::GUEST_PAT, pat);
+                self.set_rarely(fields::GUEST_DEBUGCTL, debugctl);
             }
             let long = n.machine.vmcs12().entry().contains(EntryControls::IA32E_GUEST);
             let mode = Efer::LME | Efer::LMA;

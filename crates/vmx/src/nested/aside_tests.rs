@@ -1,0 +1,34 @@
+//! What a saved state, or system-management mode, puts aside of L1 and of L2.
+
+use backend::{Nested as _, NestedState as _, Registers as _};
+use x86::Rflags;
+
+use super::round_trip_tests::{Rig, good};
+use super::*;
+
+/// L2 runs, and was left for user space.
+fn in_l2() -> Rig {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    r
+}
+
+/// User space sets the flags of an L1 that steps behind MOV SS, and then an L2 that runs.
+#[test]
+fn a_step_that_pends_in_l1_is_over_when_l2_has_run() {
+    extern crate std;
+    let mut r = in_l2();
+    let mut bytes = std::vec![0; r.v.state_size()];
+    r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
+    r.v.abandon(&mut r.g);
+    r.v.set_rflags(Rflags::FIXED | Rflags::TF);
+    r.v.set_interrupt_shadow(true);
+    assert_ne!(r.v.get(fields::GUEST_PENDING_DEBUG), 0);
+    r.restore(&bytes, false);
+    r.come_to(0);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.v.get(fields::GUEST_PENDING_DEBUG), 0, "a #DB at L1's HOST_RIP");
+}
