@@ -39,6 +39,12 @@ pub trait NestedState {
         false
     }
 
+    /// Whether system-management mode has put an L2 aside, that RSM enters as it was checked.
+    fn has_l2_aside(&self) -> bool {
+        // SVM keeps it in L1's memory, and RSM checks what it finds there.
+        false
+    }
+
     /// Before the first run with a restored state: what of it lies in L1's memory is looked for there.
     fn settle_state(&mut self, _l1: &impl L1Memory) {}
 

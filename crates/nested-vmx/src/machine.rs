@@ -230,6 +230,11 @@ impl Machine {
         self.vmxon.is_some() && !self.smm.vmxon
     }
 
+    /// Whether the vCPU is in VMX operation, or will be behind RSM: what L1's state was checked by does not change then.
+    pub fn is_on_or_aside(&self) -> bool {
+        self.vmxon.is_some()
+    }
+
     /// The VMXON region, in VMX operation or while SMM has put it aside.
     pub fn vmxon(&self) -> Option<Gpa> {
         self.vmxon

@@ -153,6 +153,28 @@ fn what_a_mode_has_put_aside_goes_with_it() {
     assert_eq!((gone.smm_flags, gone.vmxon_pa), (0, u64::MAX));
 }
 
+/// RSM will enter an L2 that was restored with the mode: its CPUID and its capabilities are those that it was checked by.
+#[test]
+fn an_l2_that_waits_for_rsm_keeps_its_cpuid() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    let mut entries = machine.vcpu.cpuid_entries().to_vec();
+    assert!(machine.vcpu.set_cpuid(&entries).is_ok());
+    let mut smi = SavedEvents::default().smi;
+    smi.smm = true;
+    machine.vcpu.restore_smi(&smi);
+    let mut aside = header(&mut Hypervisor::on(features(), &vmcs12()));
+    aside.smm_flags = 3;
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&aside, &vmcs12())).unwrap();
+    assert!(machine.vcpu.set_cpuid(&entries).is_ok(), "the same");
+    let leaf1 = entries.iter_mut().find(|e| e.leaf == 1).unwrap();
+    leaf1.eax ^= 1;
+    assert!(machine.vcpu.set_cpuid(&entries).is_err(), "another stepping");
+    // Without an L2 a VMM may still choose.
+    aside.smm_flags = 2;
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&aside, &vmcs12())).unwrap();
+    assert!(machine.vcpu.set_cpuid(&entries).is_ok());
+}
+
 /// In VMX root operation INIT is held back: a halt goes on.
 #[test]
 fn an_init_that_is_held_back_ends_no_halt() {

@@ -6,7 +6,7 @@
 //! as it was in stock KVM before it kept the layout of the XSAVE area: every write computes them at
 //! once, and executes CPUID for each component of each format.
 
-use backend::{Backend, GuestLimits, Nested};
+use backend::{Backend, GuestLimits, Nested, NestedState};
 use stats::VcpuCount;
 use vm::irq::Irqchip;
 use x86::cpuid::{Vendor, feature};
@@ -36,11 +36,14 @@ impl<B: Backend> Vcpu<B> {
         self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
     }
 
-    /// KVM_SET_CPUID2. After the vCPU has run, and while a restored L2 is to run, only the same content is taken.
+    /// KVM_SET_CPUID2. After the vCPU has run, and while a restored L2 is to run, be it behind RSM, only the same content
+    /// is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
         // HLT exits of a vCPU that is there already, but its CPUID goes by the VM: as stock KVM has it.
         let before = self.cpuid.set_hlt_in_guest(self.vm.settings.gives_up_hlt_exits());
-        let fixed = self.rare.has_run || self.pending.after_exit.is_nested();
+        let fixed = self.rare.has_run
+            || self.pending.after_exit.is_nested()
+            || self.b.nested().is_some_and(NestedState::has_l2_aside);
         let done = self.cpuid.set(entries, self.rare.offered.cpuid, fixed);
         if done.is_err() {
             self.cpuid.set_hlt_in_guest(before);

@@ -1,7 +1,9 @@
 //! What a saved state, or system-management mode, puts aside of L1 and of L2.
 
-use backend::{Nested as _, NestedState as _, Registers as _};
+use backend::{Nested as _, NestedState as _, Permissions as _, Registers as _};
 use x86::Rflags;
+use x86::vmcs::ProcControls2;
+use x86::vmcs::capability::{VMX_CR4_FIXED1, VMX_PROCBASED_CTLS2};
 
 use super::round_trip_tests::{Rig, good};
 use super::*;
@@ -31,4 +33,26 @@ fn a_step_that_pends_in_l1_is_over_when_l2_has_run() {
     r.enter(ExitReason::Cpuid, |_| {});
     assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
     assert_eq!(r.v.get(fields::GUEST_PENDING_DEBUG), 0, "a #DB at L1's HOST_RIP");
+}
+
+/// RSM enters the L2 that is aside as it was checked: user space changes nothing of that meanwhile.
+#[test]
+fn what_an_l2_that_is_aside_was_checked_by_stays() {
+    let mut r = in_l2();
+    assert!(!r.v.has_l2_aside());
+    assert!(r.v.enter_smm(&mut r.g, x86::Gpa(0), &r.m).is_ok());
+    assert!(r.v.has_l2_aside());
+    let all = r.v.nested_msr_value(VMX_PROCBASED_CTLS2).unwrap();
+    let fewer = all & !(u64::from(ProcControls2::EPT.bits()) << 32);
+    assert_ne!(fewer, all);
+    assert!(r.v.set_nested_msr_value(VMX_PROCBASED_CTLS2, fewer).is_err());
+    let fixed = r.v.nested_msr_value(VMX_CR4_FIXED1);
+    let mut limits = r.v.cold.limits;
+    limits.cr4_allowed ^= Cr4::from_bits_retain(1 << 16);
+    r.v.set_limits(limits);
+    assert_eq!(r.v.nested_msr_value(VMX_CR4_FIXED1), fixed);
+    r.v.set_limits(backend::GuestLimits { vmx: false, ..limits });
+    assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
+    assert_eq!(r.v.level(), backend::Level::L2);
+    assert!(!r.v.has_l2_aside());
 }

@@ -103,7 +103,7 @@ impl<C: Cpu> Vmx<C> {
         if !self.cold.limits.vmx || !self.features.nested {
             // While L2 runs its VMCS is in use: the VMM has asked for something that no CPU does.
             if !self.cold.of_l1.runs
-                && let Some(mut n) = self.nested.take()
+                && let Some(mut n) = self.nested.take_if(|n| !n.machine.smm.guest_mode)
             {
                 // The shadow VMCS first: vmcs01 must not name a page that is freed.
                 self.drop_shadow(&mut n);
@@ -114,7 +114,7 @@ impl<C: Cpu> Vmx<C> {
         }
         let whole = whole(&self.features, &self.cold.limits);
         match &mut self.nested {
-            Some(n) if !n.machine.is_in_operation() => {
+            Some(n) if !n.machine.is_on_or_aside() => {
                 let old = core::mem::replace(&mut n.whole, whole);
                 // What the VMM has taken away stays away: these two alone follow from CPUID.
                 n.machine.capabilities.cr4_fixed1 = whole.cr4_fixed1;
@@ -122,7 +122,7 @@ impl<C: Cpu> Vmx<C> {
                 // What was composed and checked was so by other capabilities.
                 n.machine.touch_all();
             }
-            // VMX operation goes on with what it was begun with.
+            // VMX operation goes on with what it was begun with, be it behind RSM.
             Some(_) => {}
             // No memory is no error of the VMM's call: the guest finds that it has no VMX.
             none @ None => *none = Nested::new(&self.features, &whole).ok(),
@@ -158,7 +158,7 @@ impl<C: Cpu> Vmx<C> {
             return Ok(());
         }
         // What L1 has checked its VMCS against does not change under it.
-        let running = n.machine.is_in_operation();
+        let running = n.machine.is_on_or_aside();
         let whole = n.whole;
         n.machine.capabilities.restrict(&whole, index, value, running)?;
         n.machine.touch_all();

@@ -218,6 +218,10 @@ impl<C: Cpu> NestedState for Vmx<C> {
         self.with_nested(|this, n| this.restore_checked(n, gprs, checked, l1));
     }
 
+    fn has_l2_aside(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| n.machine.smm.guest_mode)
+    }
+
     fn is_unsettled(&self) -> bool {
         self.nested.as_ref().is_some_and(|n| n.machine.is_unsettled())
     }
