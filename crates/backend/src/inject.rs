@@ -55,6 +55,16 @@ pub trait Injection {
     /// Takes back an event that was to be injected at an entry that did not happen.
     fn cancel_injection(&mut self) -> Option<Event>;
 
+    /// Drops what of a debug exception the CPU keeps for the next instruction boundary. Who asks sets RFLAGS and the shadow
+    /// behind.
+    fn drop_pending_debug(&mut self) {
+        // SVM has no such state: a trap is there with its exit.
+    }
+    /// Puts that aside while a handler runs.
+    fn put_debug_aside(&mut self) {}
+    /// Has what was put aside pending again, in the place of the handler's own. RFLAGS and the shadow are set behind.
+    fn take_debug_back(&mut self) {}
+
     /// Makes `vector` a virtual interrupt that the guest takes as soon as it can, without an exit;
     /// `None` withdraws it. Replaces a window and an earlier offer.
     fn offer_interrupt(&mut self, vector: Option<Vector>);

@@ -279,6 +279,19 @@ impl<C: Cpu> Injection for Vmx<C> {
         decode(info, self.get(fields::ENTRY_ERROR_CODE))
     }
 
+    fn drop_pending_debug(&mut self) {
+        self.set_rarely(fields::GUEST_PENDING_DEBUG, 0);
+    }
+
+    fn put_debug_aside(&mut self) {
+        self.cold.debug_aside = self.get(fields::GUEST_PENDING_DEBUG);
+        self.drop_pending_debug();
+    }
+
+    fn take_debug_back(&mut self) {
+        self.set_rarely(fields::GUEST_PENDING_DEBUG, self.cold.debug_aside);
+    }
+
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
         // An offer replaces the one before: the local APIC has taken that back.
         self.offer = Offer { vector, taken: false };

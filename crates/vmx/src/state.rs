@@ -112,6 +112,8 @@ pub(crate) struct Cold {
     pub(crate) tables: TableWatch,
     /// PAT and DEBUGCTL of an L2 that system-management mode has put aside.
     pub(crate) aside: Option<OtherMsrs>,
+    /// What was pending of a debug exception at an SMI, and is again behind RSM.
+    pub(crate) debug_aside: u64,
 }
 
 impl Cold {
@@ -141,6 +143,7 @@ impl Cold {
             listed_denied: [Directions::empty(); LISTED.len()],
             tables: TableWatch::default(),
             aside: None,
+            debug_aside: 0,
         })
     }
 }
@@ -284,6 +287,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set_rarely(fields::GUEST_INTERRUPTIBILITY, 0);
         // A trap of before the reset must not come behind its first instruction.
         self.set_rarely(fields::GUEST_PENDING_DEBUG, 0);
+        self.cold.debug_aside = 0;
         // INIT leaves these as they are (SDM vol. 3A table 10-1).
         if reset == Reset::PowerUp {
             self.set_rarely(fields::GUEST_SYSENTER_CS, 0);

@@ -153,6 +153,10 @@ impl<B: Backend> Vcpu<B> {
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
+        // A trap of before. That of an L2 came with its state, which VMMs set first.
+        if !self.pending.after_exit.is_nested() {
+            self.b.drop_pending_debug();
+        }
         self.rare.debug.set_rflags(&mut self.b, regs.rflags | Rflags::FIXED);
         // It was a fault of the instruction that RIP has left.
         self.events.exception = None;

@@ -259,6 +259,9 @@ impl<B: Backend> Vcpu<B> {
         self.rare.debug.set_rflags(&mut self.b, Rflags::FIXED);
         self.b.set_rip(HANDLER);
         self.b.set_interrupt_shadow(false);
+        // Behind MOV SS a watchpoint waits for the next instruction, which is the handler's first: it has no IDT. That of L2 is
+        // kept with L2.
+        self.b.put_debug_aside();
         let cr0 = self.b.control().cr0;
         self.b.set_cr0(cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG));
         self.b.set_cr4(Cr4::empty());
@@ -310,6 +313,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_nmi_masked(false);
         }
         self.set_smm(false);
+        // Before an L2 is taken back, which has its own. That of the handler is gone with it.
+        self.b.take_debug_back();
         self.restore_from(&area)
     }
 
@@ -392,6 +397,9 @@ impl<B: Backend> Vcpu<B> {
             self.leave_l2_with_its_registers();
             // What the mode puts aside is gone with it, as on stock KVM.
             self.end_vmx_operation();
+            // Nothing pends, and nothing is aside.
+            self.b.drop_pending_debug();
+            self.b.put_debug_aside();
             self.set_smm(smi.smm);
         }
         // Outside of the mode nobody would clear it.

@@ -1,0 +1,107 @@
+//! System-management mode on Intel: what is pending of a debug exception.
+
+mod rig;
+
+use backend::Gprs;
+use cpu::ModelVmcs;
+use gannet_vcpu::UserExit;
+use host::page::Pages;
+use host::std_port::test::set_signal_pending;
+use rig::nested_vmx::{Hypervisor, features, vmcs12};
+use rig::vmx::{exit, shutdown};
+use x86::vmcs::{ExitReason, field, interruptibility::MOV_SS};
+
+const SMBASE: u64 = 0x3_0000;
+const HANDLER: u64 = 0x8000;
+/// B0 and "an enabled breakpoint was met".
+const WATCHPOINT: u64 = 0x1001;
+
+struct Machine {
+    h: Hypervisor,
+    _smram: Pages,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let h = Hypervisor::on(features(), &vmcs12());
+        let smram = Pages::zeroed(4).unwrap();
+        let region =
+            mmu::Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva: smram.hpa().0 };
+        let space = h.vm.memory_in(mmu::AddressSpace::Smm);
+        space.set_region(&region, &**h.vm).unwrap();
+        Self { h, _smram: smram }
+    }
+
+    /// The guest looks, is interrupted, and user space runs.
+    fn stops(&mut self, look: impl Fn(&mut ModelVmcs) + Send + 'static) {
+        self.h.then(move |vmcs, gprs| {
+            exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+            look(vmcs);
+            set_signal_pending(true);
+        });
+        assert_eq!(self.h.run(), UserExit::Intr);
+        set_signal_pending(false);
+    }
+
+    /// A signal ends the run of a guest that has read a watched word by MOV SS.
+    fn stops_behind_mov_ss(&mut self, shadow: u32) {
+        self.stops(move |vmcs| {
+            vmcs.set(field::GUEST_INTERRUPTIBILITY, shadow);
+            vmcs.set(field::GUEST_PENDING_DEBUG, WATCHPOINT);
+        });
+    }
+
+    /// The next entry has this pending.
+    fn goes_on_with(&mut self, pending: u64) {
+        self.h.then(move |vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
+            assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), pending);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(self.h.run(), UserExit::Shutdown);
+    }
+}
+
+/// The handler has no IDT: a #DB of the guest's in it would be a triple fault. It comes behind RSM.
+#[test]
+fn a_watchpoint_behind_mov_ss_waits_for_the_end_of_the_handler() {
+    for shadow in [0, MOV_SS] {
+        let mut m = Machine::new();
+        m.stops_behind_mov_ss(shadow);
+        m.h.vcpu.queue_smi();
+        m.stops(|vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER);
+            assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), 0);
+            // One of the handler's own ends with it.
+            vmcs.set(field::GUEST_PENDING_DEBUG, 2 | 1 << 12);
+        });
+        m.h.then(exit(ExitReason::Rsm));
+        m.goes_on_with(WATCHPOINT);
+    }
+}
+
+/// User space sets other registers: the trap was of the instruction that RIP has left.
+#[test]
+fn a_watchpoint_goes_with_the_registers() {
+    let mut m = Machine::new();
+    m.stops_behind_mov_ss(MOV_SS);
+    let regs = m.h.vcpu.regs();
+    m.h.vcpu.set_regs(&regs);
+    m.goes_on_with(0);
+}
+
+/// An L2 that is restored has what pends from its state, which comes before the registers.
+#[test]
+fn a_watchpoint_of_l2s_stays() {
+    let mut m = Machine::new();
+    m.h.vmlaunch();
+    m.stops_behind_mov_ss(0);
+    let regs = m.h.vcpu.regs();
+    m.h.vcpu.set_regs(&regs);
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), WATCHPOINT));
+    // Across the mode as well.
+    m.stops_behind_mov_ss(0);
+    m.h.vcpu.queue_smi();
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), 0));
+    m.h.then(exit(ExitReason::Rsm));
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), WATCHPOINT));
+}
