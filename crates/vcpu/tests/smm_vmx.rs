@@ -1,4 +1,4 @@
-//! System-management mode on Intel: what is pending of a debug exception.
+//! System-management mode on Intel: what is pending of a debug exception, and the way back into a guest's guest.
 
 mod rig;
 
@@ -7,18 +7,21 @@ use cpu::ModelVmcs;
 use gannet_vcpu::UserExit;
 use host::page::Pages;
 use host::std_port::test::set_signal_pending;
-use rig::nested_vmx::{Hypervisor, features, vmcs12};
+use rig::nested_vmx::{Hypervisor, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
+use x86::Cr4;
 use x86::vmcs::{ExitReason, field, interruptibility::MOV_SS};
 
 const SMBASE: u64 = 0x3_0000;
 const HANDLER: u64 = 0x8000;
+/// CR4 in the area of a CPU with long mode.
+const CR4: usize = 0xff48;
 /// B0 and "an enabled breakpoint was met".
 const WATCHPOINT: u64 = 0x1001;
 
 struct Machine {
     h: Hypervisor,
-    _smram: Pages,
+    smram: Pages,
 }
 
 impl Machine {
@@ -29,7 +32,7 @@ impl Machine {
             mmu::Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva: smram.hpa().0 };
         let space = h.vm.memory_in(mmu::AddressSpace::Smm);
         space.set_region(&region, &**h.vm).unwrap();
-        Self { h, _smram: smram }
+        Self { h, smram }
     }
 
     /// The guest looks, is interrupted, and user space runs.
@@ -104,4 +107,28 @@ fn a_watchpoint_of_l2s_stays() {
     m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), 0));
     m.h.then(exit(ExitReason::Rsm));
     m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), WATCHPOINT));
+}
+
+/// Without CR4.VMXE no CPU is in VMX operation: RSM that would enter L2 so is a shutdown, and L1's.
+#[test]
+fn rsm_into_l2_without_vmxe_is_a_shutdown() {
+    for vmxe in [true, false] {
+        let mut m = Machine::new();
+        m.h.vmlaunch();
+        m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP));
+        m.h.vcpu.queue_smi();
+        m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+        let word = &m.smram.words()[CR4 / 8];
+        let cr4 = word.load(std::sync::atomic::Ordering::Relaxed);
+        assert_ne!(cr4 & Cr4::VMXE.bits(), 0);
+        if vmxe {
+            m.h.then(exit(ExitReason::Rsm));
+            m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP));
+            continue;
+        }
+        word.store(cr4 & !Cr4::VMXE.bits(), std::sync::atomic::Ordering::Relaxed);
+        m.h.then(exit(ExitReason::Rsm));
+        assert_eq!(m.h.run(), UserExit::Shutdown);
+        assert_eq!(m.h.vcpu.backend().cpu().inner().vmx.steps_left(), 0);
+    }
 }

@@ -4,7 +4,7 @@
 //! else has to be kept the instruction set says ([`backend::Nested::enter_smm`]).
 
 use backend::{Backend, Nested, NestedState};
-use x86::{Efer, Gpa, cpuid::feature, segment::Segment};
+use x86::{Cr4, Efer, Gpa, cpuid::feature, segment::Segment};
 
 use super::{memory::Whole, transition::owes_trap};
 use crate::{
@@ -60,7 +60,9 @@ impl<B: Backend> Vcpu<B> {
         // TR is the last in the area. Without one no VMX guest is entered (SDM vol. 3C §26.3.1.2), and it is RSM that fails:
         // the shutdown is L1's, no exit of L2's.
         let has_tr = cpu.segments.last().is_some_and(Segment::is_present);
-        if !has_tr && self.cpuid.has(feature::VMX) && self.pending.after_exit.is_nested() {
+        // Without VMXE no CPU is in VMX operation: no exit of L2's could load L1.
+        let is_entered = has_tr && cpu.cr4.contains(Cr4::VMXE);
+        if !is_entered && self.cpuid.has(feature::VMX) && self.pending.after_exit.is_nested() {
             self.abandon_l2();
             return false;
         }
