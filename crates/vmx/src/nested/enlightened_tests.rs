@@ -73,6 +73,24 @@ fn travel(r: &mut Rig) {
     r.v.load(0);
 }
 
+/// User space sets the VP assist page while L2 runs: L1's next entry is by the page.
+#[test]
+fn an_assist_page_that_comes_while_l2_runs_counts_at_the_next_entry() {
+    let mut r = Rig::on(features(), &good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    leave(&mut r);
+    assert!(r.v.nested.as_ref().unwrap().is_served());
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    let assist = Some(Gpa(ASSIST));
+    r.v.enlighten(Enlightenment { enabled: true, shown: true, direct_flush: true, assist });
+    r.come_to(0);
+    leave(&mut r);
+    let n = r.v.nested.as_ref().unwrap();
+    assert!(n.machine.asks_assist_page() && !n.is_served());
+}
+
 /// What of an MSR L2 has without an exit.
 fn free(r: &Rig, index: u32) -> Directions {
     !r.v.vmcs.msr_map.intercepted(index)

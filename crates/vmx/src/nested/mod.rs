@@ -267,10 +267,14 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn enlighten(&mut self, by: Enlightenment) {
         // Both ways: without a VP assist page there is no enlightened VMCS either.
-        if let Some(n) = &mut self.nested {
+        self.with_nested(|this, n| {
             n.machine.enlighten(by.enabled, by.shown, by.direct_flush, by.assist);
             n.msrs_kept = None;
-        }
+            // While L2 runs, the load of vmcs01 that looks at this comes behind L1's next entry.
+            if this.cold.of_l1.runs && n.machine.asks_assist_page() {
+                this.end_service(n);
+            }
+        });
     }
 
     fn tell_flush(&mut self, gprs: &mut Gprs, how: TellFlush, l1: &impl L1Memory) -> FlushTold {

@@ -111,15 +111,24 @@ impl<C: Cpu> Vmx<C> {
         let vmcs01 = if self.cold.of_l1.runs { &n.other } else { &self.vmcs };
         let link = if on { shadow.vmcs.hpa().0 } else { NOWHERE };
         // The link first: the control without a link would have VMREAD fail.
-        vmcs01.set(&self.cpu, fields::VMCS_LINK, link);
+        vmcs01.set_rarely(&self.cpu, fields::VMCS_LINK, link);
         let bit = ProcControls2::SHADOW_VMCS.bits();
         let mut word = vmcs01.get(&self.cpu, fields::PROC_CONTROLS2) & !bit;
         if on {
-            vmcs01.set(&self.cpu, fields::VMREAD_BITMAP, shadow.reads.hpa().0);
-            vmcs01.set(&self.cpu, fields::VMWRITE_BITMAP, shadow.writes.hpa().0);
+            vmcs01.set_rarely(&self.cpu, fields::VMREAD_BITMAP, shadow.reads.hpa().0);
+            vmcs01.set_rarely(&self.cpu, fields::VMWRITE_BITMAP, shadow.writes.hpa().0);
             word |= bit;
         }
-        vmcs01.set(&self.cpu, fields::PROC_CONTROLS2, word);
+        vmcs01.set_rarely(&self.cpu, fields::PROC_CONTROLS2, word);
+    }
+
+    /// Outside the loop, while L2 runs: L1's VMREAD and VMWRITE will exit.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn end_service(&mut self, n: &mut Nested) {
+        // What L1 has written there would be lost.
+        self.take_shadow(n, Taken::Whole);
+        self.serve(n, false);
     }
 
     /// L1 goes on after L2: the shadow VMCS gets what L1 is to read there. What was loaded no longer is, and
