@@ -22,7 +22,7 @@ pub struct Registers {
     pub rflags: u64,
     pub dr7: u64,
     pub debugctl: u64,
-    /// `None`: the MSR stays.
+    /// `None`: L1's own of before the entry.
     pub pat: Option<u64>,
     /// `None`: the MSR stays.
     pub perf_global_ctrl: Option<u64>,
@@ -104,7 +104,7 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
     } else {
         cr4 &= !Cr4::PCIDE.bits();
     }
-    // A control that is off leaves the MSR with L2's value: L1 has asked for that.
+    // A control that is off: the CPU would go on with L2's value, and here L1 has its own of before, as on stock KVM.
     let loads = |control, value| exit.contains(control).then_some(value);
     Registers {
         // Stock KVM loads the field whole, CD and NW too.
