@@ -60,7 +60,7 @@ pub trait Injection {
     fn drop_pending_debug(&mut self) {
         // SVM has no such state: a trap is there with its exit.
     }
-    /// Puts that aside while a handler runs.
+    /// Puts the pending debug exception aside while a handler runs.
     fn put_debug_aside(&mut self) {}
     /// Has what was put aside pending again, in the place of the handler's own. RFLAGS and the shadow are set behind.
     fn take_debug_back(&mut self) {}
