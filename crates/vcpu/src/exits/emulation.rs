@@ -27,7 +27,7 @@ use emulate::{Cause, Decoded, Fetched, Stop};
 use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
 
-use super::device::user_io::{Completion, Execution};
+use super::device::user_io::{Begun, Completion, Execution};
 use crate::{
     Vcpu,
     exits::code::CodeState as _,
@@ -76,7 +76,8 @@ impl<B: Backend> Vcpu<B> {
     ) -> Outcome {
         // Begun before anything is asked, so that accesses answered for other bytes are not taken
         // for these.
-        self.device.user_io.log.begin(self.b.rip(), fetched, Execution::Emulated);
+        let begun = self.begun(fetched);
+        self.device.user_io.log.begin(begun, Execution::Emulated);
         let is_nested = self.pending.after_exit.is_nested();
         // L1 intercepts control registers one by one, and was asked about the one that the exit names.
         let is_other = matches!(cause, Cause::Control { cr, .. } if is_nested && !decoded.accesses_control(cr));
@@ -91,13 +92,21 @@ impl<B: Backend> Vcpu<B> {
         self.execute(decoded)
     }
 
+    /// An instruction here, of the level that runs.
+    fn begun(&self, fetched: Fetched) -> Begun {
+        Begun { rip: self.b.rip(), fetched, nested: self.pending.after_exit.is_nested() }
+    }
+
     /// Goes on with the instruction that user space has answered an access of. Its bytes are those that
     /// it began with. If the VMM has set RIP meanwhile, the guest goes on there.
     pub(crate) fn emulate_again(&mut self) -> Outcome {
         let decoded = match self.device.user_io.log.begun() {
             // The width too: a VMM that sets CS makes another instruction of the same bytes.
-            Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.b.code_size() => {
-                self.code.decode.get(fetched)
+            Some(begun)
+                if begun == self.begun(begun.fetched)
+                    && begun.fetched.size() == self.b.code_size() =>
+            {
+                self.code.decode.get(begun.fetched)
             }
             _ => {
                 self.device.user_io.log.forget();
@@ -122,7 +131,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
     pub(crate) fn interpret_decoded(&mut self, fetched: Fetched, decoded: &Decoded) -> Outcome {
-        self.device.user_io.log.begin(self.b.rip(), fetched, Execution::Interpreted);
+        let begun = self.begun(fetched);
+        self.device.user_io.log.begin(begun, Execution::Interpreted);
         self.interpret_again(decoded)
     }
 

@@ -68,6 +68,17 @@ pub(crate) enum Execution {
     Interpreted,
 }
 
+/// An instruction that was begun: no other has its answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Begun {
+    /// Its address.
+    pub(crate) rip: u64,
+    /// Its bytes.
+    pub(crate) fetched: Fetched,
+    /// L2 executes it. L1 may come to the same bytes at the same address.
+    pub(crate) nested: bool,
+}
+
 /// The device accesses of an emulated instruction that were answered, in order, with the answers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AccessLog {
@@ -79,9 +90,8 @@ pub(crate) struct AccessLog {
     asked: Option<DeviceAccess>,
     /// Several items of one port that INS asks for at once.
     items: Option<Items>,
-    /// The instruction that these are the accesses of, and its address. It is completed as it began,
-    /// whatever lies there by then.
-    begun: Option<(u64, Fetched)>,
+    /// The instruction that these are the accesses of. It is completed as it began, whatever lies there by then.
+    begun: Option<Begun>,
     /// The instruction is executed for a guest that the CPU cannot run, and completed so.
     interpreted: bool,
 }
@@ -101,20 +111,19 @@ struct Items {
 }
 
 impl AccessLog {
-    /// Begins the instruction `fetched` at `rip`, or begins it anew.
-    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched, how: Execution) {
+    /// Begins an instruction, or begins it anew.
+    pub(crate) fn begin(&mut self, begun: Begun, how: Execution) {
         self.interpreted = how == Execution::Interpreted;
-        let begun = Some((rip, fetched));
         // Another instruction, or other bytes at the same place: answers to the old one are none to
         // this.
-        if self.begun != begun {
+        if self.begun != Some(begun) {
             self.forget();
-            self.begun = begun;
+            self.begun = Some(begun);
         }
     }
 
-    /// The instruction that was begun and its address.
-    pub(crate) fn begun(&self) -> Option<(u64, Fetched)> {
+    /// The instruction that was begun.
+    pub(crate) fn begun(&self) -> Option<Begun> {
         self.begun
     }
 
@@ -387,6 +396,28 @@ mod tests {
         assert_eq!((log.items_at_once(&port, 300), log.give_items(&port, 396)), (198, Some(4)));
         log.commit();
         assert!(!log.has_items());
+    }
+
+    /// Only the same bytes at the same address, executed by the same level, are the instruction that was answered.
+    #[test]
+    fn answers_are_those_of_one_instruction() {
+        let fetched = |modrm| Fetched::new(&[0x8b, modrm], emulate::CodeSize::Bits64);
+        let mov = Begun { rip: 0x1000, fetched: fetched(0), nested: true };
+        let port = DeviceAccess::load(Gpa(0), 4);
+        let others = [
+            Begun { rip: 0x1001, ..mov },
+            Begun { fetched: fetched(1), ..mov },
+            Begun { nested: false, ..mov },
+        ];
+        for (now, kept) in others.map(|other| (other, false)).into_iter().chain([(mov, true)]) {
+            let mut log = AccessLog::default();
+            log.begin(mov, Execution::Emulated);
+            log.ask(port);
+            log.answer([2; 8], [9; 8]);
+            log.begin(now, Execution::Emulated);
+            log.rewind();
+            assert_eq!(log.next(&port).is_some(), kept, "{now:?}");
+        }
     }
 
     #[test]
