@@ -365,6 +365,8 @@ fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
     let injected =
         SavedEvents { exception: Some(x86::Exception::ud()), exception_injected: true, ..none };
     let pending = SavedEvents { exception_injected: false, ..injected };
+    // The exception goes first, as on stock KVM, and the interrupt back to where it waits.
+    let both = SavedEvents { interrupt: Some(Vector(0x40)), ..pending };
     // What VMCB12 injects, what the events are, and what goes in at the first entry and at the second.
     let cases = [
         (0, none, 0, 0),
@@ -376,6 +378,7 @@ fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
         (OF_STATE, injected, UD, 0),
         (0, pending, UD, 0),
         (OF_STATE, pending, OF_STATE, UD),
+        (0, both, UD, event::VALID | 0x40),
     ];
     let kinds = [(false, false), (false, true), (true, false), (true, true)];
     for ((in_l2, stale), state_first) in

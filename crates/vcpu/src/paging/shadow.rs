@@ -309,6 +309,26 @@ impl<B: Backend> Vcpu<B> {
     /// where it waited; an exception makes another one of the two. What L1 has injected into L2 is lost, as in a CPU: it
     /// has not waited anywhere in L1's machine.
     pub(crate) fn raise_in_delivery(&mut self, exception: Exception) {
+        self.put_back_again();
+        self.raise(exception);
+    }
+
+    /// User space has given an exception and an interrupt whose delivery is to be done again: the exception goes first, as on
+    /// stock KVM, and the interrupt back to where it waited.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn settle_exception(&mut self) {
+        let again = matches!(self.events.again, Some(Event::Interrupt(_)));
+        if again && self.events.exception.is_some() {
+            self.put_back_again();
+        }
+    }
+
+    /// The interrupt or NMI whose delivery was to be done again waits where it waited before; one that L1 has injected
+    /// into L2 is lost.
+    #[cold]
+    #[inline(never)]
+    fn put_back_again(&mut self) {
         match self.events.again {
             Some(event) if self.is_l1s_for_l2(event) => self.events.again = None,
             Some(Event::Interrupt(vector)) => {
@@ -332,7 +352,6 @@ impl<B: Backend> Vcpu<B> {
             }
             _ => {}
         }
-        self.raise(exception);
     }
 
     /// INVLPG inside the loop.

@@ -5,7 +5,7 @@
 //!
 //! 1. `again`: an event whose delivery an exit interrupted, by a page fault on the guest's stack, say.
 //!    The guest has begun to take it, so it goes before anything else. INT n is no such event: RIP still
-//!    points at it, and it is executed again.
+//!    points at it, and it is executed again. Where user space gives an interrupt and a fault, the fault has come in its delivery.
 //! 2. `exception`: a fault that a handler raised. It belongs to the instruction at RIP, which would
 //!    otherwise be executed without it.
 //! 3. An NMI, then an interrupt: these come between instructions and can wait.
@@ -461,13 +461,16 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_own(&mut self) {
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
-            self.events.hurry_behind(&mut self.pending);
+            self.events.hurry_smi();
+            // An exception that user space has given waits for the exit behind the event of L1's.
+            self.pending.raise_if(self.events.exception.is_some());
         } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
-            self.events.hurry_behind(&mut self.pending);
+            self.events.hurry_smi();
+            self.pending.raise_if(self.events.exception.is_some());
         } else if let Some(exception) = self.events.exception.take() {
             inject_exception(&mut self.b, exception);
-            self.events.hurry_behind(&mut self.pending);
+            self.events.hurry_smi();
         }
     }
 

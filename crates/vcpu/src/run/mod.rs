@@ -440,6 +440,7 @@ impl<B: Backend> Vcpu<B> {
             self.stats.count(VcpuCount::ReqEvent);
             self.pending.raise();
             self.events.settle_injection(&mut self.b);
+            self.settle_exception();
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }

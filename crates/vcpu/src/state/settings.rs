@@ -89,6 +89,7 @@ impl<B: Backend> Vcpu<B> {
             McVerdict::Raise => {
                 const MC: Vector = Vector(18);
                 self.raise(Exception { vector: MC, error_code: None, payload: None });
+                self.shared.request(Request::Event);
             }
             McVerdict::TripleFault => self.events.outer.set(Outer::TRIPLE_FAULT, true),
         }
@@ -99,6 +100,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn inject_debug(&mut self, breakpoint: bool) {
         let vector = Vector(if breakpoint { 3 } else { 1 });
         self.raise(Exception { vector, error_code: None, payload: None });
+        self.shared.request(Request::Event);
     }
 
     /// Moves what a waiting exception carries into CR2 or DR6, so that it can be saved without.

@@ -23,7 +23,6 @@ use crate::{
     nested::gate::gate_of,
     run::events::{Events, Outer},
     run::outcome::Outcome,
-    run::pending::Pending,
     run::user_exit::UserExit,
 };
 use area::Area;
@@ -96,12 +95,11 @@ pub struct SavedSmi {
 }
 
 impl Events {
-    /// An event goes into the guest before an SMI, or before an exception that user space has given: has the vCPU leave the
-    /// guest as soon as that is delivered. Interrupts are off.
+    /// An event goes into the guest before an SMI: has the vCPU leave the guest as soon as that is
+    /// delivered. Interrupts are off. Inside the loop no kernel function may be called, and no SMI is seen: it leaves first.
     #[inline]
-    pub(crate) fn hurry_behind(&self, pending: &mut Pending) {
-        if self.outer.has(Outer::SMI) || self.exception.is_some() {
-            pending.raise_if(self.exception.is_some());
+    pub(crate) fn hurry_smi(&self) {
+        if self.outer.has(Outer::SMI) {
             leave_soon();
         }
     }
@@ -142,7 +140,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
-    /// into the guest goes first, see [`Events::hurry_behind`].
+    /// into the guest goes first, see [`Events::hurry_smi`].
     pub(crate) fn take_smi(&mut self) -> Outcome {
         let busy = self.b.injecting()
             || self.events.again.is_some()

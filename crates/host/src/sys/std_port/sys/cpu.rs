@@ -24,6 +24,7 @@ pub(crate) fn gnt_online_cpus() -> u32 {
     CPUS - 1
 }
 pub(crate) unsafe fn gnt_kick(cpu: u32) {
+    super::task::refuse_in_guest("a kick");
     World::current().lock().kicks.push(cpu as usize);
 }
 pub(crate) fn gnt_sync_begin() -> *mut CpuMaskRaw {

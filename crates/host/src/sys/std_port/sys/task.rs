@@ -1,5 +1,6 @@
 //! The task that a thread is: its sleep, its signals, and whether its CPU is wanted.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::lock::{WOKEN, nap};
@@ -62,11 +63,21 @@ pub(crate) fn gnt_sigmask_set(mask: u64) {
     assert!(mask & never == 0, "a mask that no task may have: {mask:#x}");
 }
 pub(crate) fn gnt_sigmask_restore() {}
+thread_local! {
+    /// The kernel takes the thread for its guest: RCU does not watch, and per-CPU data may be the guest's.
+    static IN_GUEST: Cell<bool> = const { Cell::new(false) };
+}
+/// Refuses what the kernel cannot do meanwhile.
+pub(super) fn refuse_in_guest(what: &str) {
+    assert!(!IN_GUEST.get(), "{what} while the guest runs, outside of guest_paused");
+}
 pub(crate) fn gnt_guest_enter() {
     assert!(!IRQS_ON.get(), "the guest is entered with interrupts off");
+    IN_GUEST.set(true);
 }
 pub(crate) fn gnt_guest_exit(_interrupted: bool) {
     assert!(!IRQS_ON.get(), "the guest is left with interrupts off");
+    IN_GUEST.set(false);
 }
 pub(crate) fn gnt_guest_time_end() {
     assert!(!IRQS_ON.get(), "guest time ends with interrupts off");
