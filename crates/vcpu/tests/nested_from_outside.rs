@@ -238,12 +238,42 @@ fn a_restored_l2_is_read_through_the_tables_of_l1() {
     // Its directory is page 5, which is L1's 0x15000: one large page.
     machine.put(0x15000, 0xe3);
     assert_eq!(machine.vcpu.translate_address(0x2000).map(|found| found.0), Some(0x12000));
+    // L1's tables lead nowhere meanwhile: L2 has made no access of which L1 could hear, and keeps what it has.
+    machine.put(0x23000 + 3 * 8, 0);
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
     machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
         assert_eq!(vmcs.get(field::GUEST_PDPTE0), 0x5001);
         shutdown(vmcs, gprs);
     });
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// What L2 had begun to take is no event of L1's, though user space ends its run: only what user space has given is.
+#[test]
+fn an_interrupted_delivery_of_l2s_goes_with_it() {
+    for given in [false, true] {
+        let mut machine = Hypervisor::on(features(), &vmcs12());
+        let l1 = state(&mut machine);
+        machine.vmlaunch();
+        machine.then(|vmcs, gprs| {
+            surroundings::set_signal_pending(true);
+            exit(ExitReason::EptViolation)(vmcs, gprs);
+            vmcs.set(field::EXIT_QUALIFICATION, 3 << 7 | 1);
+            vmcs.set(field::GUEST_PHYSICAL_ADDRESS, 0x5000);
+            vmcs.set(field::IDT_VECTORING, 0x8000_0306);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        let events = machine.vcpu.saved_events();
+        assert!(events.exception_injected);
+        if given {
+            machine.vcpu.restore_events(&events, GivenEvents::default());
+        }
+        machine.vcpu.set_nested_state(&l1).unwrap();
+        assert_eq!(machine.vcpu.saved_events().exception_injected, given);
+    }
 }
 
 /// A state as stock KVM saves it when a signal comes just before an entry: VMCS12's event waits to be injected, and is among

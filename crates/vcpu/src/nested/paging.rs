@@ -233,6 +233,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Makes room for an L2 with tables of L1's. Whether there was none.
     #[cold]
+    #[inline(never)]
     pub(super) fn make_stage(&mut self) -> Result<bool, NoMemory> {
         let absent = self.mmu.stage.is_none();
         if absent {

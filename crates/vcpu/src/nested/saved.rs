@@ -62,9 +62,7 @@ impl<B: Backend> Vcpu<B> {
             stop_serving_apic(&mut self.b);
         }
         // What user space has set belongs to the level that the state names: registers, and events.
-        let (again, exception) = (self.events.again, self.events.exception);
         self.leave_l2_with_its_registers();
-        (self.events.again, self.events.exception) = (again, exception);
         // Both levels get other tables: the one that runs now, and the one that the state has run.
         self.b.flush_tlb();
         self.across_levels(|v| {
@@ -97,7 +95,12 @@ impl<B: Backend> Vcpu<B> {
         // Kept across: to abandon L2 loads L1's.
         let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
         let sregs = self.sregs();
+        // What user space has given since the guest ran is for whoever runs next. What L2 had begun to take goes with it.
+        let given = (self.events.again, self.events.exception);
         self.abandon_l2();
+        if self.rare.events_given {
+            (self.events.again, self.events.exception) = given;
+        }
         self.gprs.0 = gprs;
         self.b.set_rip(rip);
         self.b.set_rflags(rflags);
@@ -106,6 +109,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// RSM has set the registers: the PDPTEs are loaded as those say, but an L2 with tables of L1's has those of its state.
     #[cold]
+    #[inline(never)]
     pub(crate) fn reload_own_pdptes(&mut self) {
         if !has_pdptes_of_l1(&self.b) {
             self.mmu.forget_fetched_pdptes();

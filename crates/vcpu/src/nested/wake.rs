@@ -56,6 +56,8 @@ impl<B: Backend> Vcpu<B> {
     /// The thread is about to sleep in a halt.
     pub(crate) fn arm_nested_wake(&mut self) {
         let Some(deadline) = self.nested_wakes_at() else { return };
+        // From here on it is a time of the TSC as it is.
+        self.rare.nested_restored = false;
         let clock = self.clock_now();
         // A deadline in the past is no difference: the timer fires at once.
         let ticks = u128::from(deadline.saturating_sub(clock.guest_tsc));

@@ -3,8 +3,9 @@
 //! the backend's. SVM with NPT reads them from memory at every walk.
 
 use backend::{Backend, PdpteRegisters};
+use mmu::nested::{Tables, walk::SecondStage};
 use mmu::source::reserved_in_pdpte;
-use mmu::{PagingContext, Section};
+use mmu::{GuestMemory as _, PagingContext, Section};
 use x86::{Cr0, Cr4, Efer, Exception, Gpa};
 
 use super::Mmu;
@@ -70,6 +71,7 @@ impl Mmu {
     }
 
     /// Sets the PDPTEs that were read from memory: of a guest with addresses of so many bits.
+    #[inline(never)]
     fn set_pdptes(
         &mut self,
         b: &mut impl Backend,
@@ -140,9 +142,29 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn replace_pdptes(&mut self) {
         let c = self.b.control();
-        if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
+        if !is_pae(c.cr0, c.cr4, c.efer) {
+            return;
+        }
+        if let Some(tables) = self.mmu.l1_tables() {
+            return self.replace_pdptes_of_l2(&tables, c.cr3);
+        }
+        if self.load_pdptes(c.cr3).is_err() {
             set_own_pdptes(&mut self.b, [0; 4]);
         }
+    }
+
+    /// L2's, by tables of L1's: L2 has made no access of which L1 could hear, and those that L1's state has stay where
+    /// L1's tables lead nowhere now.
+    #[cold]
+    #[inline(never)]
+    fn replace_pdptes_of_l2(&mut self, tables: &Tables, cr3: u64) {
+        let stage = SecondStage::probing(&*self.mmu.memory, *tables);
+        let mut entries = [0; 4];
+        for (n, entry) in entries.iter_mut().enumerate() {
+            let Ok(found) = stage.read_u64(Gpa(pdptes_at(cr3) + n as u64 * 8)) else { return };
+            *entry = found;
+        }
+        let _ = self.mmu.set_pdptes(&mut self.b, entries, self.cpuid.maxphyaddr());
     }
 
     /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry

@@ -288,6 +288,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_VCPU_EVENTS. What is not `given` stays as it is.
     pub fn restore_events(&mut self, e: &SavedEvents, given: GivenEvents) {
+        self.rare.events_given = true;
         // What waited belongs to the state that is replaced.
         self.events.again = None;
         self.events.exception = None;

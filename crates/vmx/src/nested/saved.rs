@@ -105,6 +105,8 @@ impl<C: Cpu> Vmx<C> {
         n.flush_due = true;
         n.flushed = L1Flush::All;
         n.msrs_kept = None;
+        // It was of an L2 of before.
+        self.cold.aside = None;
         // Without one the timer begins anew.
         let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
         n.timer = deadline.filter(|_| counts).map(Deadline);
