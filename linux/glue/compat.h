@@ -13,6 +13,7 @@
 #ifndef GNT_HAS_MSRQ
 #define rdmsrq(msr, value)	rdmsrl(msr, value)
 #define rdmsrq_safe(msr, value)	rdmsrl_safe(msr, value)
+#define wrmsrq_safe(msr, value)	wrmsrl_safe(msr, value)
 #define wrmsrq(msr, value)	wrmsrl(msr, value)
 #define native_wrmsrq(msr, value)	native_wrmsrl(msr, value)
 #endif

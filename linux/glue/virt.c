@@ -131,8 +131,8 @@ off:
 #endif
 
 /*
- * Where the kernel leaves return predictions (SRSO) to the hypervisor, branch prediction is reduced for as long as guests
- * may run.
+ * Where the kernel leaves return predictions (SRSO) to the hypervisor, branch prediction is reduced while SVM is on: for as
+ * long as the module is loaded. A hypervisor below may show the feature and not have the MSR.
  */
 static void reduce_speculation(bool on)
 {
@@ -141,11 +141,12 @@ static void reduce_speculation(bool on)
 
 	if (!cpu_feature_enabled(X86_FEATURE_SRSO_BP_SPEC_REDUCE))
 		return;
-	rdmsrq(MSR_ZEN4_BP_CFG, config);
+	if (rdmsrq_safe(MSR_ZEN4_BP_CFG, &config))
+		return;
 	config &= ~BIT_ULL(MSR_ZEN4_BP_CFG_BP_SPEC_REDUCE_BIT);
 	if (on)
 		config |= BIT_ULL(MSR_ZEN4_BP_CFG_BP_SPEC_REDUCE_BIT);
-	wrmsrq(MSR_ZEN4_BP_CFG, config);
+	wrmsrq_safe(MSR_ZEN4_BP_CFG, config);
 #endif
 }
 
