@@ -11,7 +11,7 @@ pub mod words;
 use x86::vmcs::field::{self, Field, Natural, Width};
 use x86::vmcs::{
     EntryControls, ExitControls, Group, Groups, PinControls, ProcControls, ProcControls2,
-    ReadWrite, event,
+    ReadWrite, event, interruptibility,
 };
 use x86::{Cr0, Efer, Hpa};
 
@@ -153,13 +153,14 @@ pub(crate) const fn follows(encoding: u32) -> Groups {
 
 /// Composes the groups.
 pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
-    // First, and at each entry: an event is injected once, so that no group tells whether there is one.
-    inject(v, to);
     let mut wakes = dirty.has(Group::Controls);
     if dirty.has(Group::Flow) {
         flow(v, to);
         wakes |= !(l0.primary | v.primary()).contains(ProcControls::HLT);
     }
+    // At each entry: an event is injected once, so that no group tells whether there is one. Behind the flow, of which it may
+    // want a bit otherwise.
+    inject(v, to);
     // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active. Only an HLT that does not exit leaves it
     // in another state: it is active again where L1 sets its flow, or its HLT has an exit now.
     if wakes {
@@ -249,8 +250,22 @@ fn inject(v: &Vmcs12, to: &mut impl Fields) {
     if from_instruction.contains(&kind) {
         to.set(field::ENTRY_INSTRUCTION_LENGTH, v.get(field::ENTRY_INSTRUCTION_LENGTH));
     }
+    if kind == event::NMI && !v.pin().contains(PinControls::VIRTUAL_NMIS) {
+        unblock(v, to);
+    }
     // Last: with the valid bit the others have to be there.
     to.set(field::ENTRY_INTERRUPTION, information);
+}
+
+/// Without virtual NMIs an NMI that is injected is delivered whatever blocks (SDM vol. 3C §27.3.1.5). L0's own virtual NMIs
+/// would have the entry refused; the delivery blocks anew.
+#[cold]
+#[inline(never)]
+fn unblock(v: &Vmcs12, to: &mut impl Fields) {
+    let state = v.get(field::GUEST_INTERRUPTIBILITY);
+    if state & interruptibility::NMI != 0 {
+        to.set(field::GUEST_INTERRUPTIBILITY, state & !interruptibility::NMI);
+    }
 }
 
 fn flow(v: &Vmcs12, to: &mut impl Fields) {

@@ -47,6 +47,27 @@ fn nothing_dirty_is_nothing_written() {
     assert_eq!(flow.written.len(), 5);
 }
 
+/// An L1 without virtual NMIs injects an NMI into an L2 that NMIs are blocked for, be it L2's flow that it has changed or not.
+#[test]
+fn an_nmi_that_l1_injects_finds_no_blocking_of_l0s() {
+    let mut v = good();
+    set!(v, GUEST_INTERRUPTIBILITY = 8, ENTRY_INTERRUPTION = 0x8000_0202);
+    for flow in [Groups::NONE, Groups::of(Group::Flow)] {
+        for (virtual_nmis, blocked) in [(0x20, !flow.is_empty()), (0, false)] {
+            set!(v, PIN_CONTROLS = v.get(field::PIN_CONTROLS) & !0x20 | virtual_nmis);
+            let vmcs = composed(&l0(), &v, flow);
+            let written = vmcs.written.contains(&field::GUEST_INTERRUPTIBILITY.encoding());
+            assert_eq!(written, virtual_nmis == 0 || !flow.is_empty());
+            if written {
+                assert_eq!(vmcs.has(field::GUEST_INTERRUPTIBILITY) == 8, blocked);
+            }
+        }
+    }
+    set!(v, ENTRY_INTERRUPTION = 0x8000_0031);
+    let vmcs = composed(&l0(), &v, Groups::of(Group::Flow));
+    assert_eq!(vmcs.has(field::GUEST_INTERRUPTIBILITY), 8, "of an interrupt it stays");
+}
+
 #[test]
 fn every_group_writes_only_its_own() {
     let whole = composed(&l0(), &good(), Groups::ALL);

@@ -507,6 +507,28 @@ fn an_int1_that_met_l1s_tables_is_told_as_itself() {
     }
 }
 
+/// L2's first access meets L1's tables before the entry has run: L1 is told what it has asked for, INT1 or a pending MTF.
+#[test]
+fn what_an_entry_was_to_inject_is_told_as_l1_wrote_it() {
+    use backend::{Injection as _, NestedPaging as _, TablesRefuse};
+    for (information, length) in [(0x8000_0501, 1), (0x8000_0700, 0), (0x8000_0480, 5)] {
+        let mut v12 = good();
+        v12.set(field::ENTRY_INTERRUPTION, information);
+        v12.set(field::ENTRY_INSTRUCTION_LENGTH, length);
+        let mut r = Rig::new(&v12, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        let why = TablesRefuse::Violation { qualification: 0x181, linear: None };
+        let undelivered = r.v.cancel_injection();
+        assert!(undelivered.is_some());
+        let done = r.v.refuse(&mut r.g, x86::Gpa(0x5000), why, undelivered, &r.m);
+        assert_eq!(done, Executed::Left);
+        let v = vmcs12(&mut r);
+        assert_eq!(v.get(field::IDT_VECTORING), information);
+        // Of an event of an instruction.
+        assert!(length == 0 || v.get(field::INSTRUCTION_LENGTH) == length);
+    }
+}
+
 /// Nobody has HLT exit: the CPU halts L2, and L1 hears of it and may wake L2.
 #[test]
 fn an_l2_that_the_cpu_has_halted_is_told_and_woken() {

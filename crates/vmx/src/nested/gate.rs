@@ -97,7 +97,7 @@ impl<C: Cpu> Vmx<C> {
         report.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         // It has ended the delivery: nothing is left of the event to be told.
         if *waiting != Waiting::TripleFault {
-            self.tell_undelivered(&mut report, undelivered);
+            self.tell_undelivered(n, &mut report, undelivered);
         }
         self.leave_l2(n, gprs, &report, &Memory::new(l1))
     }
@@ -116,8 +116,22 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// Tells L1 of an event that L2 was to take first.
-    pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
+    pub(super) fn tell_undelivered(
+        &self,
+        n: &Nested,
+        report: &mut Report,
+        undelivered: Option<Event>,
+    ) {
         if let Some(event) = undelivered {
+            let v = n.machine.vmcs12();
+            let asked = v.get(field::ENTRY_INTERRUPTION);
+            // That of an entry which has not run yet, whose kind and length an event does not tell.
+            if n.machine.run_pending && asked & event::VALID != 0 {
+                let error_code = v.get(field::ENTRY_ERROR_CODE);
+                let length = v.get(field::ENTRY_INSTRUCTION_LENGTH);
+                let own = Undelivered { information: asked, error_code, length };
+                return events::tell_interrupted(report, own);
+            }
             // By L2's mode, as when it would have been injected.
             let mut information = inject::encode(event, self.cr0);
             // INT1 is no INT 1: as that it would ask for the gate's privilege. The event does not tell.

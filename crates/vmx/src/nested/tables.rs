@@ -232,14 +232,14 @@ impl<C: Cpu> Vmx<C> {
             TablesRefuse::LogFull => {
                 let unblocked = if by_fault { told & ept_violation::NMI_UNBLOCKED } else { 0 };
                 let mut report = Report::plain(ExitReason::PmlFull, unblocked);
-                self.tell_undelivered(&mut report, undelivered);
+                self.tell_undelivered(n, &mut report, undelivered);
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }
             TablesRefuse::ApicAccess { access, length } => {
                 let qualification = qualification_of(access, undelivered.is_some());
                 let mut report = Report::plain(ExitReason::ApicAccess, qualification);
                 report.length = length.into();
-                self.tell_undelivered(&mut report, undelivered);
+                self.tell_undelivered(n, &mut report, undelivered);
                 return self.leave_l2(n, gprs, &report, &Memory::new(l1));
             }
             TablesRefuse::Violation { qualification, linear } => {
@@ -266,7 +266,7 @@ impl<C: Cpu> Vmx<C> {
         let mut report = Report::plain(reason, qualification);
         // Always valid: the physical address is what the tables were asked for (§28.2.1).
         (report.linear, report.physical) = (linear, Some(at.0));
-        self.tell_undelivered(&mut report, undelivered);
+        self.tell_undelivered(n, &mut report, undelivered);
         self.leave_l2(n, gprs, &report, &Memory::new(l1))
     }
 }
