@@ -413,6 +413,36 @@ fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
     }
 }
 
+/// What L1 has injected into L2 waits nowhere else: it is not lost to an exception of user space's, which is hurried behind
+/// it, before L2 executes anything that its hypervisor would hear of.
+#[test]
+fn an_exception_of_user_spaces_is_hurried_behind_an_event_of_l1s() {
+    let mut state = state_of_l2(0);
+    // VMCB12 intercepts interrupts.
+    state[128 + 0x0c] |= INTR as u8;
+    let ud = Some(x86::Exception::ud());
+    let both =
+        SavedEvents { interrupt: Some(Vector(0x40)), exception: ud, ..SavedEvents::default() };
+    let mut machine = intercepting(CPUID | INTR);
+    let mut regs = machine.vcpu.regs();
+    (regs.rip, regs.rflags) = (L2_RIP, Rflags::IF | Rflags::FIXED);
+    machine.vcpu.set_regs(&regs);
+    rig::restore(&mut machine.vcpu, &state, &both, true);
+    let _ = host::std_port::test::take_kicks();
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | 0x40);
+    machine.then(|vmcb, gprs| {
+        let kicked = !host::std_port::test::take_kicks().is_empty();
+        assert!(kicked, "nothing ends L2's run");
+        exit(ExitCode::Intr)(vmcb, gprs);
+    });
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | event::EXCEPTION | 6);
+    machine.then(exit(ExitCode::Wbinvd));
+    machine.vcpu.backend().cpu().inner().injects(0);
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
 #[test]
 fn a_breakpoint_of_l2s_own_is_executed_again() {
     let mut machine = intercepting(0);

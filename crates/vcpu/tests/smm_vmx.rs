@@ -5,12 +5,13 @@ mod rig;
 use backend::Gprs;
 use cpu::ModelVmcs;
 use gannet_vcpu::UserExit;
+use gannet_vcpu::state::registers::GivenEvents;
 use host::page::Pages;
 use host::std_port::test::set_signal_pending;
 use rig::nested_vmx::{Hypervisor, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
-use x86::Cr4;
 use x86::vmcs::{ExitReason, field, interruptibility::MOV_SS};
+use x86::{Cr4, Rflags};
 
 const SMBASE: u64 = 0x3_0000;
 const HANDLER: u64 = 0x8000;
@@ -131,4 +132,19 @@ fn rsm_into_l2_without_vmxe_is_a_shutdown() {
         assert_eq!(m.h.run(), UserExit::Shutdown);
         assert_eq!(m.h.vcpu.backend().cpu().inner().vmx.steps_left(), 0);
     }
+}
+
+/// In a shadow a guest that steps has the step pending: an entry without it is refused. User space sets both, and the mode.
+#[test]
+fn a_step_stays_pending_where_user_space_changes_the_mode() {
+    let mut m = Machine::new();
+    let mut regs = m.h.vcpu.regs();
+    regs.rflags = Rflags::FIXED | Rflags::TF;
+    m.h.vcpu.set_regs(&regs);
+    let mut events = m.h.vcpu.saved_events();
+    (events.interrupt_shadow, events.smi.smm) = (true, true);
+    let given = GivenEvents { interrupt_shadow: true, ..GivenEvents::default() };
+    m.h.vcpu.restore_events(&events, given);
+    m.h.vcpu.restore_smi(&events.smi);
+    m.goes_on_with(1 << 14);
 }

@@ -177,6 +177,12 @@ fn buffers_are_cleared_at_each_entry_from_the_first_page_of_a_device_on() {
 /// System-management mode's handler pages by tables of its own: RSM loads the PDPTEs of the guest that it interrupted.
 #[test]
 fn rsm_loads_the_pdptes_of_the_interrupted_guest() {
+    rsm_with_pdpte(0x5001, true);
+    // What no CPU loads: RSM ends in a shutdown.
+    rsm_with_pdpte(0x5003, false);
+}
+
+fn rsm_with_pdpte(entry: u64, loads: bool) {
     let (mut v, vm) = vcpu_of(features(), Format::npt(4, 0));
     let user = Pages::zeroed(6).unwrap();
     let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: user.hpa().0 };
@@ -202,14 +208,17 @@ fn rsm_loads_the_pdptes_of_the_interrupted_guest() {
     assert_eq!(v.run(&RunInput::default()), UserExit::Intr);
     surroundings::set_signal_pending(false);
     pages_by(&mut v, TABLES[1].0);
+    user.words()[TABLES[0].0 as usize / 8].store(entry, Ordering::Relaxed);
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
         assert_eq!(vmcs.get(field::GUEST_PDPTE0), TABLES[1].1);
         exit(ExitReason::Rsm)(vmcs, gprs);
     });
-    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
-        assert_eq!(vmcs.get(field::GUEST_CR3), TABLES[0].0);
-        assert_eq!(vmcs.get(field::GUEST_PDPTE0), TABLES[0].1);
-        shutdown(vmcs, gprs);
-    });
+    if loads {
+        v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_CR3), TABLES[0].0);
+            assert_eq!(vmcs.get(field::GUEST_PDPTE0), TABLES[0].1);
+            shutdown(vmcs, gprs);
+        });
+    }
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
 }

@@ -281,6 +281,8 @@ impl<C: Cpu> Injection for Vmx<C> {
 
     fn drop_pending_debug(&mut self) {
         self.set_rarely(fields::GUEST_PENDING_DEBUG, 0);
+        // A step in a shadow has to be pending, whoever drops the rest.
+        self.match_pending_step();
     }
 
     fn put_debug_aside(&mut self) {

@@ -102,7 +102,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: KernelCalls) -> bool {
         // The way of nearly each entry and exit of L2: eight comparisons in place of all that follows.
         if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
-            self.inject_own();
+            self.inject_own(kernel);
             // Whatever a block has of an offer or a watch is of its last run, and nothing waits for
             // either.
             self.b.offer_interrupt(None);
@@ -110,10 +110,17 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         match self.end_l2_for_event(Some(s)) {
+            // More notifications than are taken at once.
+            Ended::Posted if self.interrupt_waits_for_l1() => {
+                if !kernel.are_allowed() {
+                    return false;
+                }
+                host::smp::kick(host::smp::cpu_id());
+            }
             Ended::No | Ended::Yes | Ended::Posted => {}
             // L2 has to be entered first: an entry and the event that it injects are one step.
             Ended::AfterEntry => {
-                self.inject_own();
+                self.inject_own(kernel);
                 // What L1 was offered is L1's: the entry would inject it into L2.
                 self.b.offer_interrupt(None);
                 // The kick ends L2's run at its first instruction.
@@ -135,7 +142,7 @@ impl<B: Backend> Vcpu<B> {
             self.pending.raise();
             return false;
         }
-        self.inject_own();
+        self.inject_own(kernel);
         if self.rare.debug.blocks_events() {
             self.hold_back();
             return true;
@@ -487,9 +494,6 @@ impl<B: Backend> Vcpu<B> {
         }
         // L2 is not kept from what waits for it, nor from running. The next one is looked for behind an instruction of its.
         self.pending.raise();
-        if s.is_some() {
-            host::smp::kick(host::smp::cpu_id());
-        }
         Ended::Posted
     }
 

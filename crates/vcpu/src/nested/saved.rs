@@ -107,14 +107,17 @@ impl<B: Backend> Vcpu<B> {
         self.put_sregs(&sregs);
     }
 
-    /// RSM has set the registers: the PDPTEs are loaded as those say, but an L2 with tables of L1's has those of its state.
+    /// RSM has set the registers: the PDPTEs are loaded as those say, for the handler may have loaded its own; but an L2 with
+    /// tables of L1's has those of its state. False: they are none that a CPU would load.
     #[cold]
     #[inline(never)]
-    pub(crate) fn reload_own_pdptes(&mut self) {
-        if !has_pdptes_of_l1(&self.b) {
-            self.mmu.forget_fetched_pdptes();
-            self.replace_pdptes();
+    pub(crate) fn reload_own_pdptes(&mut self) -> bool {
+        let c = self.b.control();
+        if has_pdptes_of_l1(&self.b) || !is_pae(c.cr0, c.cr4, c.efer) {
+            return true;
         }
+        self.mmu.forget_fetched_pdptes();
+        self.load_pdptes(c.cr3).is_ok()
     }
 
     /// PDPTEs are no part of a state of L2's without tables of L1's: they are loaded as soon as memory is there.

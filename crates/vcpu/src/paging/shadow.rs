@@ -318,8 +318,11 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn settle_exception(&mut self) {
-        let again = matches!(self.events.again, Some(Event::Interrupt(_)));
-        if again && self.events.exception.is_some() {
+        // What L1 has injected into L2 waits nowhere: it goes in first, and the exception is hurried behind it.
+        if let Some(event @ Event::Interrupt(_)) = self.events.again
+            && self.events.exception.is_some()
+            && !self.is_l1s_for_l2(event)
+        {
             self.put_back_again();
         }
     }

@@ -444,7 +444,7 @@ impl<B: Backend> Vcpu<B> {
             return self.inject_gated(s, kernel);
         }
         // Before the debugger is asked: the guest has begun to take these, or stands at the instruction that made them.
-        self.inject_own();
+        self.inject_own(kernel);
         if self.rare.debug.blocks_events() {
             self.hold_back();
             return true;
@@ -456,18 +456,29 @@ impl<B: Backend> Vcpu<B> {
         self.inject_interrupt(kernel)
     }
 
+    /// An exception that user space has given waits behind an event that goes in: has the vCPU leave the guest as soon as
+    /// that is delivered. Inside the loop, where the kernel may not be called, it is looked for at the next exit.
+    #[inline]
+    fn hurry_exception(&mut self, kernel: KernelCalls) {
+        if self.events.exception.is_some() {
+            self.pending.raise();
+            if kernel.are_allowed() {
+                host::smp::kick(host::smp::cpu_id());
+            }
+        }
+    }
+
     /// Injects what belongs to the current instruction, before anything else that waits.
     #[inline(always)]
-    pub(crate) fn inject_own(&mut self) {
+    pub(crate) fn inject_own(&mut self, kernel: KernelCalls) {
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
             self.events.hurry_smi();
-            // An exception that user space has given waits for the exit behind the event of L1's.
-            self.pending.raise_if(self.events.exception.is_some());
+            self.hurry_exception(kernel);
         } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
             self.events.hurry_smi();
-            self.pending.raise_if(self.events.exception.is_some());
+            self.hurry_exception(kernel);
         } else if let Some(exception) = self.events.exception.take() {
             inject_exception(&mut self.b, exception);
             self.events.hurry_smi();

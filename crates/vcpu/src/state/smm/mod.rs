@@ -329,7 +329,12 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         self.restore_cpu(&cpu);
-        true
+        let loaded = self.reload_own_pdptes();
+        if !loaded {
+            // It is RSM that fails: the shutdown is L1's, no exit of L2's.
+            self.abandon_l2();
+        }
+        loaded
     }
 
     fn restore_cpu(&mut self, cpu: &SavedCpu) {
@@ -362,8 +367,6 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_idtr(cpu.idtr);
         self.b.set_interrupt_shadow(cpu.interrupt_shadow);
         self.control_changed();
-        // The handler may have loaded its own.
-        self.reload_own_pdptes();
         if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         }
