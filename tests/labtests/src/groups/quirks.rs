@@ -375,16 +375,28 @@ guest_code!(
 
 fn the_timer_counts_bus_cycles() -> Outcome {
     let system = with_bus_cycles()?;
-    for ns in [1, 25, 1000] {
+    // Nanoseconds by the timer and by the TSC.
+    let measured = |ns: u64| -> Outcome<(u64, u64)> {
         let vm = system.create_vm()?;
         vm.call(ioctl::CREATE_IRQCHIP, 0).granted("KVM_CREATE_IRQCHIP")?;
         enable(&vm, APIC_BUS_CYCLES_NS, ns).granted("KVM_CAP_X86_APIC_BUS_CYCLES_NS")?;
         let guest = Guest::on(vm, counts())?;
         guest.finish()?;
         let khz = guest.vcpu().call(ioctl::GET_TSC_KHZ, 0).granted("KVM_GET_TSC_KHZ")? as u64;
-        let (counted, ticks) = (guest.result(0) * ns, guest.result(1) * 1_000_000 / khz);
-        let right = counted * 10 > ticks * 5 && counted * 10 < ticks * 15;
-        holds(&format!("{ticks} ns in cycles of {ns}"), right, counted)?;
+        Ok((guest.result(0) * ns, guest.result(1) * 1_000_000 / khz))
+    };
+    for ns in [1, 25, 1000] {
+        // A machine that is put aside between two reads sees more of one than of the other.
+        let mut all = Vec::new();
+        for _ in 0..5 {
+            let (counted, ticks) = measured(ns)?;
+            if counted * 10 > ticks * 5 && counted * 10 < ticks * 15 {
+                all.clear();
+                break;
+            }
+            all.push((counted, ticks));
+        }
+        holds(&format!("as many ns in cycles of {ns}"), all.is_empty(), &all)?;
     }
     if is_stock() && kernel() < (6, 11) {
         return skip("not reached");
