@@ -314,7 +314,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// User space has given an exception and an interrupt whose delivery is to be done again: the exception goes first, as on
-    /// stock KVM, and the interrupt back to where it waited.
+    /// stock KVM, and the interrupt back to where it waited, which stock KVM has forgotten by then.
     #[cold]
     #[inline(never)]
     pub(crate) fn settle_exception(&mut self) {
