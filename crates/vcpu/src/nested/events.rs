@@ -17,7 +17,7 @@ use super::memory::{Mapped, Whole};
 use super::transition::{owes_first, owes_trap};
 use crate::{
     Vcpu,
-    run::events::{Events, KernelCalls, Outer, interrupts_open},
+    run::events::{Events, KernelCalls, Outer, interrupts_open, update_cr8_intercept},
     run::pending::Pending,
 };
 
@@ -275,6 +275,7 @@ impl<B: Backend> Vcpu<B> {
             if self.pending.awaits_window(&self.shared) {
                 self.b.set_interrupt_window(true);
             }
+            self.watch_priority_held_back();
             return true;
         }
         // V_IRQ, which would wait by itself, belongs to L1: L2 is entered and asked again at once.
@@ -304,7 +305,20 @@ impl<B: Backend> Vcpu<B> {
             self.b.inject(Event::Interrupt(vector));
             self.stats.count(VcpuCount::IrqInjections);
         }
+        self.watch_priority_held_back();
         true
+    }
+
+    /// Where nothing is offered: has a fall of the priority exit that an interrupt of L1's waits for. An L2 without a priority
+    /// of its own writes L1's. All else that is held back waits for no priority.
+    pub(crate) fn watch_priority_held_back(&mut self) {
+        if self.pending.after_exit.is_nested()
+            && self.shared.in_kernel_apic
+            && !self.has_own_priority()
+        {
+            return update_cr8_intercept(&mut self.b, &self.shared.lapic, Chosen::None);
+        }
+        self.b.watch_priority(Chosen::None, None);
     }
 
     /// Outside the loop: ends L2's run for what could not do so where it arose.

@@ -280,7 +280,7 @@ pub(crate) fn offer_nothing(b: &mut impl Backend) {
 /// The guest lowers its priority without an exit, unless something waits for just that. CR8 is
 /// watched as well while a virtual interrupt is pending, which was chosen for the priority of
 /// now.
-fn update_cr8_intercept(b: &mut impl Backend, lapic: &Lapic, chosen: Chosen) {
+pub(crate) fn update_cr8_intercept(b: &mut impl Backend, lapic: &Lapic, chosen: Chosen) {
     let held_back = lapic.highest_requested().filter(|v| v.0 >> 4 <= lapic.tpr() >> 4);
     // In all other cases CR8 is the guest's own.
     b.watch_priority(chosen, held_back);
@@ -501,8 +501,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.pending.after_exit.set_offered(None);
         offer_nothing(&mut self.b);
-        // Nothing waits for the guest's priority to fall.
-        self.b.watch_priority(Chosen::None, None);
+        self.watch_priority_held_back();
         self.pending.take();
         self.pending.raise_if(raised);
     }
