@@ -1,8 +1,10 @@
-//! A guest that runs a guest of its own by SVM, and the task priority at which its interrupts wait.
+//! A guest that runs a guest of its own by SVM, and what its interrupts wait for while that runs: the task priority, or a
+//! window.
 
 mod rig;
 
 use backend::{Gprs, RCX};
+use gannet_vcpu::{RunInput, UserExit};
 use irqchip::lapic::{BaseRules, base};
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP};
 use rig::{UNKNOWN, exit, unknown};
@@ -10,8 +12,10 @@ use vm::vcpu_shared::Request;
 use x86::vmcb::{ExitCode, Vmcb, event, vintr};
 use x86::{Rflags, Vector};
 
-/// The spurious-interrupt vector register, as an x2APIC names them.
+/// The spurious-interrupt vector register, as an x2APIC names it.
 const SVR: u32 = 0x80f;
+/// That of the pin of the PIC.
+const LINT0: u32 = 0x835;
 
 /// The third intercept word, and where the others lie.
 const THIRD: u64 = BLOCK + 0x08;
@@ -127,4 +131,48 @@ fn a_priority_of_l2s_own_is_not_watched() {
         unknown(vmcb, gprs);
     });
     assert_eq!(machine.run(), UNKNOWN);
+}
+
+/// An entry takes the PIC's interrupt, and the local APIC's waits behind it: with a window, and not for the next exit.
+#[test]
+fn an_interrupt_behind_the_pics_opens_a_window() {
+    const OF_PIC: Vector = Vector(0x30);
+    const BEHIND_IT: Vector = Vector(0x61);
+    let mut machine = machine(0, 0, Rflags::IF);
+    machine.vmrun();
+    machine.then(unknown);
+    assert_eq!(machine.run(), UNKNOWN);
+    // The VMM has the PIC, and LINT0 is ExtINT.
+    assert!(machine.vcpu.shared().lapic.write_x2(LINT0, 0x700).is_ok());
+    machine.vcpu.queue_interrupt(OF_PIC).unwrap();
+    machine.vcpu.shared().lapic.set_irr(BEHIND_IT);
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | u64::from(OF_PIC.0));
+    machine.then(window_comes);
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | u64::from(BEHIND_IT.0));
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.intercepts[3] & VINTR, 0, "nothing waits any more");
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UNKNOWN);
+}
+
+/// A VMM with its own controllers gives one interrupt, and has another to give behind it.
+#[test]
+fn a_window_that_the_vmm_waits_for_is_open_behind_its_interrupt() {
+    let mut machine = Hypervisor::new(false);
+    machine.put(BLOCK + 0x570, (Rflags::IF | Rflags::FIXED).bits());
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(WAITING).unwrap();
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | u64::from(WAITING.0));
+    machine.then(window_comes);
+    let input = RunInput { request_interrupt_window: true, ..RunInput::default() };
+    assert_eq!(machine.vcpu.run(&input), UserExit::IrqWindowOpen);
+}
+
+/// The interrupt window of L2's opens.
+fn window_comes(vmcb: &mut Vmcb, gprs: &mut Gprs) {
+    assert_ne!(vmcb.control.intercepts[3] & VINTR, 0);
+    assert_ne!(vmcb.control.int_ctl & vintr::IRQ, 0);
+    exit(ExitCode::Vintr)(vmcb, gprs);
+    vmcb.control.event_inj = 0;
 }

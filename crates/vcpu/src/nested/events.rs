@@ -305,6 +305,10 @@ impl<B: Backend> Vcpu<B> {
             self.b.inject(Event::Interrupt(vector));
             self.stats.count(VcpuCount::IrqInjections);
         }
+        // What waits behind it is not offered: the local APIC's behind the PIC's, or what a VMM has still to give.
+        if self.interrupt_waits_for_l1() || self.pending.awaits_window(&self.shared) {
+            self.b.set_interrupt_window(true);
+        }
         self.watch_priority_held_back();
         true
     }
