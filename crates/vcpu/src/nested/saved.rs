@@ -6,7 +6,7 @@
 use backend::{Backend, Nested, NestedState, Unrestorable};
 use host::NoMemory;
 use vm::vcpu_shared::Request;
-use x86::cpuid::feature;
+use x86::{cpuid::feature, msr};
 
 use super::{
     events::tell_activity, memory::Whole, paging::has_pdptes_of_l1, transition::owes_trap,
@@ -17,6 +17,20 @@ use crate::{
     paging::pdptes::is_pae,
     run::{events::Outer, outcome::Outcome},
 };
+
+/// MSRs of which L2 may have its own: on AMD PAT with nested paging of L1's, and DEBUGCTL with the records where its block
+/// asks for them; on Intel all that the CPU has. DEBUGCTL goes before the records, which lie where it says.
+const OWN_MSRS: [u32; 9] = [
+    msr::PAT,
+    msr::DEBUGCTL,
+    msr::LAST_BRANCH_FROM,
+    msr::LAST_BRANCH_TO,
+    msr::LAST_INT_FROM,
+    msr::LAST_INT_TO,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
 
 /// Bytes of a nested state before the control block that it may have (`struct kvm_nested_state`).
 const HEADER: usize = 128;
@@ -92,6 +106,18 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_nested() {
             return;
         }
+        let (debug, msrs) = (self.debug_regs(), OWN_MSRS.map(|index| self.b.msr(index)));
+        self.leave_l2_with_its_sregs();
+        for (index, value) in OWN_MSRS.into_iter().zip(msrs) {
+            // A CPU without the MSR has none to be kept.
+            let _ = value.and_then(|value| self.b.set_msr(index, value));
+        }
+        self.set_debug_regs(debug);
+    }
+
+    /// A frame of its own, for what is kept is large.
+    #[inline(never)]
+    fn leave_l2_with_its_sregs(&mut self) {
         // Kept across: to abandon L2 loads L1's.
         let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
         let sregs = self.sregs();
