@@ -13,6 +13,21 @@ use crate::arc::Arc;
 use crate::error::NoMemory;
 use crate::sys::{self, NotifierCalls};
 
+/// Why a notifier was not registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegisterError {
+    /// There is no memory for it (`-ENOMEM`).
+    NoMemory,
+    /// A signal is pending: the kernel gives up the wait for the locks of all mappings (`-EINTR`).
+    Interrupted,
+}
+
+impl From<NoMemory> for RegisterError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
 /// What to do when the address space changes. All ranges are `start..end`, page-aligned.
 ///
 /// The handlers run while the memory manager holds locks: they must not fault user memory in,
@@ -43,6 +58,9 @@ unsafe impl<T: InvalidateHandler> Send for WithNotifier<T> {}
 // SAFETY: a reference gives &T, which may be shared (InvalidateHandler is Sync), and reads the raw notifier.
 unsafe impl<T: InvalidateHandler> Sync for WithNotifier<T> {}
 
+/// What the kernel answers when a signal ended the registration.
+const EINTR: i32 = -4;
+
 struct Calls<T>(core::marker::PhantomData<T>);
 
 impl<T: InvalidateHandler> Calls<T> {
@@ -58,8 +76,11 @@ impl<T: InvalidateHandler> Calls<T> {
 impl<T: InvalidateHandler> WithNotifier<T> {
     /// Registers for the current task's address space, which is kept alive (its `mm_struct`, not
     /// its mappings) as long as this.
+    ///
+    /// # Errors
+    /// All of [`RegisterError`]; the value is dropped then. VMMs try again after an interruption and after nothing else.
     #[allow(clippy::new_ret_no_self, reason = "the kernel links the notifier: it may not move")]
-    pub fn new(value: T) -> Result<Arc<Self>, NoMemory> {
+    pub fn new(value: T) -> Result<Arc<Self>, RegisterError> {
         let raw = UnsafeCell::new(sys::NotifierRaw::new());
         let arc = Arc::new(Self { notifier: raw, value })?;
         // The value's own address, which is fixed from here on: C hands it back with each notice.
@@ -68,7 +89,8 @@ impl<T: InvalidateHandler> WithNotifier<T> {
         match unsafe { sys::gnt_notifier_register(arc.notifier.get(), &Calls::<T>::TABLE, context) }
         {
             0 => Ok(arc),
-            _ => Err(NoMemory),
+            EINTR => Err(RegisterError::Interrupted),
+            _ => Err(RegisterError::NoMemory),
         }
     }
 
@@ -158,5 +180,31 @@ mod tests {
         assert_eq!(seen.1.load(Ordering::Relaxed), 0x2000);
         drop(seen);
         test::invalidate(Hva(0x1000), Hva(0x3000), || {});
+    }
+
+    #[test]
+    fn a_signal_ends_the_registration_and_leaves_nothing_behind() {
+        let owner = Arc::new(()).unwrap();
+        struct Owning(#[allow(dead_code, reason = "its drop is what counts")] Arc<()>);
+        impl InvalidateHandler for Owning {
+            fn invalidate_start(&self, _: Hva, _: Hva, _: bool) {
+                unreachable!("never registered");
+            }
+            fn invalidate_end(&self, _: Hva, _: Hva) {}
+            fn clear_young(&self, _: Hva, _: Hva) -> bool {
+                false
+            }
+            fn test_young(&self, _: Hva, _: Hva) -> bool {
+                false
+            }
+            fn release(&self) {}
+        }
+        test::set_signal_pending(true);
+        let refused = WithNotifier::new(Owning(owner.clone())).err();
+        test::set_signal_pending(false);
+        assert_eq!((refused, owner.owners()), (Some(RegisterError::Interrupted), 1));
+        test::invalidate(Hva(0x1000), Hva(0x3000), || {});
+        WithNotifier::new(Owning(owner.clone())).unwrap();
+        assert_eq!(owner.owners(), 1);
     }
 }

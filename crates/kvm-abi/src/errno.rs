@@ -8,6 +8,7 @@ use ::vm::irq::{IoEventError, IrqError, IrqFdError, ZoneError};
 use ::vm::memory::DirtyLogError;
 use ::vm::vcpus::AddError;
 use backend::Unrestorable;
+use host::notifier::RegisterError;
 use host::{BadFd, Fault, Interrupted, NoMemory};
 use irqchip::RoutingError;
 use mmu::SlotError;
@@ -102,6 +103,16 @@ impl From<NoMemory> for Errno {
 impl From<Interrupted> for Errno {
     fn from(_: Interrupted) -> Self {
         Errno::EINTR
+    }
+}
+
+impl From<RegisterError> for Errno {
+    fn from(error: RegisterError) -> Self {
+        match error {
+            RegisterError::NoMemory => Errno::ENOMEM,
+            // VMMs make the VM again after this errno alone.
+            RegisterError::Interrupted => Errno::EINTR,
+        }
     }
 }
 

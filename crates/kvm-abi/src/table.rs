@@ -22,7 +22,7 @@ macro_rules! commands {
             GET_API_VERSION [io 0x00] [] => without_argument(arg, API_VERSION),
                 "12; EINVAL with an argument";
             CREATE_VM [io 0x01] [] => create_vm(kvm, arg),
-                "a VM file; EINVAL for a type other than 0";
+                "a VM file; EINVAL for a type other than 0; EINTR: a signal came meanwhile, call again";
             CHECK_EXTENSION [io 0x03] [CAP_CHECK_EXTENSION_VM] => Ok(check_extension(kvm.offer(), arg)),
                 "see [capabilities](#capabilities)";
             GET_VCPU_MMAP_SIZE [io 0x04] [] => without_argument(arg, VCPU_MMAP_SIZE as i32),

@@ -129,6 +129,18 @@ fn error(errno: Errno) -> i64 {
 }
 
 #[test]
+fn a_signal_that_is_pending_interrupts_the_making_of_a_vm() {
+    let made = || dispatch::system(&system(), ioctl::CREATE_VM, 0);
+    test::set_signal_pending(true);
+    let refused = [made(), made()];
+    test::set_signal_pending(false);
+    assert_eq!(refused, [Err(Errno::EINTR); 2]);
+    // As VMMs do: again.
+    let vm = Fd(made().unwrap());
+    assert!(vm.call(ioctl::CREATE_VCPU, 0) >= 0);
+}
+
+#[test]
 fn registers_come_back_as_they_were_set() {
     let vm = vm();
     let vcpu = vm.vcpu(0);

@@ -7,7 +7,7 @@ use core::sync::atomic::{
 
 use host::{
     Arc, NoMemory, clock,
-    notifier::{InvalidateHandler, WithNotifier},
+    notifier::{InvalidateHandler, RegisterError, WithNotifier},
     sync::{Mutex, SpinLock},
 };
 use mmu::{AddressSpace, RegionLimits};
@@ -91,7 +91,10 @@ pub struct Vm {
 
 impl Vm {
     /// A VM of the calling process.
-    pub fn new(limits: &HostLimits) -> Result<VmRef, NoMemory> {
+    ///
+    /// # Errors
+    /// All of [`RegisterError`].
+    pub fn new(limits: &HostLimits) -> Result<VmRef, RegisterError> {
         let settings = Settings::default();
         // What a vCPU runs at unless the VMM says otherwise: the host's rate.
         settings.tsc_khz.store(clock::tsc_khz(), Relaxed);

@@ -9,7 +9,7 @@ use crate::kvm::ioctl;
 use crate::machine::code::{done, guest_code};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::memory::Memory;
-use crate::outcome::{Answer, Outcome, equal, fail, holds};
+use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds};
 use crate::runner::{await_end, tests};
 
 tests!("lifecycle":
@@ -19,6 +19,7 @@ tests!("lifecycle":
     many_vms_exist_at_once,
     two_hundred_vms_come_and_go_and_leave_no_memory_behind,
     a_vm_that_was_refused_leaves_no_memory_behind,
+    a_signal_interrupts_the_making_of_a_vm_and_does_nothing_else,
     killed_vmms_leave_no_memory_behind,
 );
 
@@ -150,6 +151,48 @@ fn two_hundred_vms_come_and_go_and_leave_no_memory_behind() -> Outcome {
 fn a_vm_that_was_refused_leaves_no_memory_behind() -> Outcome {
     // With `--failing` each of the calls was refused at every point, a hundred of them and more: a page lost at every fourth.
     leaves_nothing(100, || Guest::with_vcpus(Chip::KernelAndPit, Mode::Long, 1, short())?.finish())
+}
+
+extern "C" fn nothing(_: libc::c_int) {}
+
+/// A signal of the real-time timer in `micros` from now; 0: none.
+fn signal_in(micros: i64) {
+    let none = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    // One signal and no period: a slow host would come to nothing but signals.
+    let timer = libc::itimerval {
+        it_interval: none,
+        it_value: libc::timeval { tv_sec: 0, tv_usec: micros },
+    };
+    // SAFETY: a structure of ours.
+    unsafe { libc::setitimer(libc::ITIMER_REAL, &timer, std::ptr::null_mut()) };
+}
+
+fn a_signal_interrupts_the_making_of_a_vm_and_does_nothing_else() -> Outcome {
+    // SAFETY: a handler that does nothing, without SA_RESTART.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as *const () as usize;
+        libc::sigaction(libc::SIGALRM, &action, std::ptr::null_mut());
+    }
+    let system = System::open()?;
+    let mut interrupted = 0;
+    // From a signal that comes before the call to one that comes when the VM is there.
+    for micros in (1..=500).step_by(2) {
+        signal_in(micros);
+        // Not by `call`: with `--failing` that is refused again and again, and the signal is past then.
+        // SAFETY: a plain number.
+        let made = unsafe { libc::ioctl(system.descriptor(), ioctl::CREATE_VM, 0) };
+        let errno = Errno::last();
+        signal_in(0);
+        if made >= 0 {
+            drop(own(made));
+            continue;
+        }
+        equal("what KVM_CREATE_VM is refused with", errno, Errno(libc::EINTR))?;
+        interrupted += 1;
+    }
+    holds("a call that was interrupted", interrupted != 0, interrupted)?;
+    system.create_vm().map(drop)
 }
 
 guest_code!(

@@ -47,6 +47,10 @@ pub(crate) unsafe fn gnt_notifier_register(
     calls: &'static NotifierCalls,
     context: *mut c_void,
 ) -> i32 {
+    // As the kernel's mm_take_all_locks(): with a signal pending it does not begin.
+    if SIGNAL.get() {
+        return -4;
+    }
     let (world, id) = (World::current(), NEXT_ID.fetch_add(1, Ordering::Relaxed));
     world.lock().notifiers.push((id, calls, Context(context)));
     // SAFETY: n is the owner's storage.
