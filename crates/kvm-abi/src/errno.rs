@@ -163,7 +163,7 @@ impl From<DirtyLogError> for Errno {
         match error {
             DirtyLogError::Invalid => Errno::EINVAL,
             DirtyLogError::NoLog => Errno::ENOENT,
-            DirtyLogError::NoMemory => Errno::ENOMEM,
+            DirtyLogError::Fault => Errno::EFAULT,
         }
     }
 }

@@ -67,7 +67,7 @@ macro_rules! commands {
             SET_USER_MEMORY_REGION2 [iow KvmUserspaceMemoryRegion2 0x49] [CAP_USER_MEMORY2]
                 => memory::set_region2(vm, arg), "the same";
             GET_DIRTY_LOG [iow KvmDirtyLog 0x42] [] => memory::dirty_log(vm, arg, Pointers::Bits64),
-                "ENOENT: no such slot or no log";
+                "ENOENT: no such slot or no log. Never ENOMEM: what they need is there since the log was switched on";
             CLEAR_DIRTY_LOG [iowr KvmClearDirtyLog 0xc0] [CAP_MANUAL_DIRTY_LOG_PROTECT2]
                 => memory::clear_dirty_log(vm, arg, Pointers::Bits64), "the same";
             REGISTER_COALESCED_MMIO [iow KvmCoalescedMmioZone 0x67] [CAP_COALESCED_MMIO]

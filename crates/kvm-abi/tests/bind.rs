@@ -329,6 +329,53 @@ fn slots_are_made_and_logged() {
     assert_eq!(bits, [0]);
     let absent = KvmDirtyLog { slot: 2, ..log };
     assert_eq!(vm.with(ioctl::GET_DIRTY_LOG, &absent), error(Errno::ENOENT));
+    assert_eq!(
+        vm.with(ioctl::GET_DIRTY_LOG, &KvmDirtyLog { slot: 40_000, ..log }),
+        error(Errno::EINVAL)
+    );
+}
+
+/// A VM with slot 1 of `pages` pages, whose writes are logged, over memory that nobody touches.
+fn logging(pages: u64) -> Fd {
+    let vm = vm();
+    let region = KvmUserspaceMemoryRegion {
+        slot: 1,
+        flags: MEM_LOG_DIRTY_PAGES,
+        guest_phys_addr: 0x10000,
+        memory_size: pages << 12,
+        userspace_addr: 1 << 32,
+    };
+    assert_eq!(vm.with(ioctl::SET_USER_MEMORY_REGION, &region), 0);
+    vm
+}
+
+#[test]
+fn the_log_is_cleared_by_words_or_to_the_slots_end() {
+    let vm = logging(130);
+    let bits = [0u64; 4];
+    let whole = KvmClearDirtyLog {
+        slot: 1,
+        num_pages: 130,
+        first_page: 0,
+        dirty_bitmap: bits.as_ptr() as u64,
+    };
+    let clear = |first_page, num_pages, dirty_bitmap| {
+        let part = KvmClearDirtyLog { first_page, num_pages, dirty_bitmap, ..whole };
+        vm.with(ioctl::CLEAR_DIRTY_LOG, &part)
+    };
+    for (first, pages) in [(0, 130), (0, 64), (64, 66), (128, 2)] {
+        assert_eq!(clear(first, pages, whole.dirty_bitmap), 0, "{first} {pages}");
+    }
+    for (first, pages) in [(1, 1), (0, 131), (0, 10), (64, 67), (192, 1), (!63, 64)] {
+        let refused = clear(first, pages, whole.dirty_bitmap);
+        assert_eq!(refused, error(Errno::EINVAL), "{first} {pages}");
+        // Before the bits are read, as on stock KVM.
+        assert_eq!(clear(first, pages, 0), error(Errno::EINVAL), "{first} {pages}");
+    }
+    assert_eq!(clear(0, 130, 0), error(Errno::EFAULT));
+    assert_eq!(clear(128, 0, 0), 0);
+    let absent = KvmClearDirtyLog { slot: 2, ..whole };
+    assert_eq!(vm.with(ioctl::CLEAR_DIRTY_LOG, &absent), error(Errno::ENOENT));
 }
 
 #[test]

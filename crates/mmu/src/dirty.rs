@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 
 use host::GuestIndex;
 use host::error::NoMemory;
+use host::sync::{Mutex, MutexGuard};
 
 use crate::atomic::{AtomicU64, Ordering, fence};
 
@@ -91,6 +92,40 @@ impl DirtyBitmap {
     }
 }
 
+/// The dirty log of a memslot: its bitmap, and room for as many words on their way to user space or from there.
+///
+/// Why the room is there from the beginning: a VMM in the middle of a migration has no answer to a log that cannot be had for lack
+/// of memory, and cannot give back the bits that were taken by then. Stock KVM has both halves from the beginning, too.
+#[derive(Debug)]
+pub struct DirtyLog {
+    bitmap: DirtyBitmap,
+    copy: Mutex<Vec<u64>>,
+}
+
+impl DirtyLog {
+    /// A log for `npages` pages, all clean.
+    pub fn new(npages: u64) -> Result<Self, NoMemory> {
+        let bitmap = DirtyBitmap::new(npages)?;
+        let mut copy = Vec::new();
+        copy.try_reserve_exact(bitmap.words())?;
+        copy.resize(bitmap.words(), 0);
+        Ok(Self { bitmap, copy: Mutex::new(copy) })
+    }
+
+    /// Room for a copy of the bitmap, which has as many words. What lies there is of the time before. Sleeps.
+    pub fn copy(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.copy.lock()
+    }
+}
+
+impl core::ops::Deref for DirtyLog {
+    type Target = DirtyBitmap;
+    #[inline]
+    fn deref(&self) -> &DirtyBitmap {
+        &self.bitmap
+    }
+}
+
 /// The steps by which a log begins anew: what CPUs have logged until now is gathered, bits are taken and their pages watched,
 /// and CPUs that still write by older translations are flushed. `take`: whether that is needed.
 pub fn begin_anew(gather: impl FnOnce(), take: impl FnOnce() -> bool, flush: impl FnOnce()) {
@@ -112,6 +147,14 @@ mod tests {
         map.mark(65 + 64);
         assert_eq!((map.words(), map.is_marked(64), map.is_marked(1)), (2, true, false));
         assert_eq!((map.take(0), map.take(0), map.take(1), map.take(9)), (1, 0, 1, 0));
+    }
+
+    #[test]
+    fn a_log_has_room_for_a_copy_of_its_bitmap() {
+        for pages in [1, 64, 65, 32_769] {
+            let log = DirtyLog::new(pages).unwrap();
+            assert_eq!(log.copy().len(), log.words());
+        }
     }
 
     #[test]

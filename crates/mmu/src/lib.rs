@@ -29,7 +29,7 @@ pub mod table;
 pub mod tdp;
 pub mod walk;
 
-pub use dirty::{DirtyBitmap, begin_anew};
+pub use dirty::{DirtyBitmap, DirtyLog, begin_anew};
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
 pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};

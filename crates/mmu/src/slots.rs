@@ -21,7 +21,7 @@ use x86::{Gfn, Gpa, Hva};
 use index::Index;
 pub use index::Iter;
 
-use crate::dirty::DirtyBitmap;
+use crate::dirty::DirtyLog;
 
 /// Slots that user space may use (`KVM_CAP_NR_MEMSLOTS`).
 pub const USER_SLOTS: u32 = 32764;
@@ -70,7 +70,7 @@ pub struct MemSlot {
     /// The slot is on its way out: what is mapped of it is being withdrawn, and nothing more may be mapped.
     pub leaving: bool,
     /// The dirty log, when `LOG_DIRTY` is set.
-    pub dirty: Option<Arc<DirtyBitmap>>,
+    pub dirty: Option<Arc<DirtyLog>>,
 }
 
 impl MemSlot {
@@ -447,7 +447,7 @@ impl MemSlots {
                 Some(log) => Some(log),
                 // Allocated before anything is published, so that ENOMEM leaves the slots as they
                 // were.
-                None => Some(Arc::new(DirtyBitmap::new(npages)?)?),
+                None => Some(Arc::new(DirtyLog::new(npages)?)?),
             };
         }
         let new = Arc::new(new)?;

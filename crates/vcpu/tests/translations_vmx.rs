@@ -98,7 +98,8 @@ impl Logging {
     }
 
     fn dirty(&self) -> Vec<u64> {
-        let words = self.vm.memory().dirty_log(3, true, &**self.vm).unwrap();
+        let words =
+            self.vm.memory().dirty_log(3, true, &**self.vm, |words| Ok(words.to_vec())).unwrap();
         let set = |n: &u64| words[(n / 64) as usize] >> (n % 64) & 1 != 0;
         (0..1024).filter(set).collect()
     }

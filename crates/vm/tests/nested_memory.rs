@@ -204,7 +204,7 @@ impl Bench {
     }
 
     fn log(&self) -> u64 {
-        self.memory.dirty_log(3, true, &self.cpus).unwrap()[0]
+        self.memory.dirty_log(3, true, &self.cpus, |words| Ok(words[0])).unwrap()
     }
 
     fn absent(&self, write: bool) -> NestedOutcome {
@@ -337,7 +337,10 @@ fn a_new_round_of_the_dirty_log_catches_the_next_write() {
         assert_eq!(bench.log() & 1 << 20, 0);
         assert_eq!(bench.fault(&mut runner, 20, true), FIXED);
         assert_eq!(walk(&runner.root, 20 << 12).unwrap() & 2, 2);
-        let clear = bench.memory.clear_dirty_log(3, 0, 64, &[1 << 20], &bench.cpus);
+        let clear = bench.memory.clear_dirty_log(3, 0, 64, &bench.cpus, |mask| {
+            mask[0] = 1 << 20;
+            Ok(())
+        });
         assert_eq!((clear, walk(&runner.root, 20 << 12).unwrap() & 2), (Ok(()), 0));
         // Accessed bits that a fault sets in L1's tables are writes, too.
         let unused = bench.leaf(30) & !if ept { 0x300 } else { 0x60 };

@@ -154,7 +154,7 @@ impl Machine {
     }
 
     fn log_bits(&self) -> u64 {
-        self.memory.dirty_log(3, true, &self.calls).unwrap()[0]
+        self.memory.dirty_log(3, true, &self.calls, |words| Ok(words[0])).unwrap()
     }
 
     fn take_flushes(&self) -> u64 {
@@ -248,7 +248,8 @@ fn logging_is_on_while_a_slot_logs_and_asked_for_once() {
     assert_eq!(turned(&cpu), (2, false));
     // What was logged for a slot that logs no more is forgotten.
     cpu.leave();
-    assert_eq!(cpu.memory.dirty_log(3, true, &cpu.calls), Err(DirtyLogError::NoLog));
+    let log = cpu.memory.dirty_log(3, true, &cpu.calls, |_| Ok(()));
+    assert_eq!(log, Err(DirtyLogError::NoLog));
 }
 
 #[test]
@@ -256,12 +257,17 @@ fn a_dirty_log_makes_the_cpus_hand_over_what_they_logged() {
     let cpu = Machine::new(LOG);
     let gathered = || cpu.calls.gathered.load(Ordering::Relaxed);
     let (memory, flushes) = (&cpu.memory, &cpu.calls);
-    memory.dirty_log(3, true, flushes).unwrap();
+    memory.dirty_log(3, true, flushes, |_| Ok(())).unwrap();
     assert_eq!(gathered(), 1);
-    memory.dirty_log(3, false, flushes).unwrap();
-    memory.clear_dirty_log(3, 0, 64, &[0], flushes).unwrap();
+    memory.dirty_log(3, false, flushes, |_| Ok(())).unwrap();
+    memory
+        .clear_dirty_log(3, 0, 64, flushes, |mask| {
+            mask[0] = 0;
+            Ok(())
+        })
+        .unwrap();
     assert_eq!(gathered(), 3);
-    assert!(memory.dirty_log(9, true, flushes).is_err());
+    assert!(memory.dirty_log(9, true, flushes, |_| Ok(())).is_err());
     assert_eq!(gathered(), 3);
     let amd = Machine::of(Format::npt(4, 0), LOG);
     amd.log_bits();
@@ -283,8 +289,14 @@ fn clearing_part_of_the_log_watches_that_part_alone() {
     let mut cpu = Machine::new(LOG);
     (16..24).for_each(|gfn| _ = cpu.write(gfn));
     cpu.leave();
-    cpu.memory.clear_dirty_log(3, 0, 64, &[0b11], &cpu.calls).unwrap();
-    let peek = |cpu: &Machine| cpu.memory.dirty_log(3, false, &cpu.calls).unwrap()[0];
+    cpu.memory
+        .clear_dirty_log(3, 0, 64, &cpu.calls, |mask| {
+            mask[0] = 0b11;
+            Ok(())
+        })
+        .unwrap();
+    let peek =
+        |cpu: &Machine| cpu.memory.dirty_log(3, false, &cpu.calls, |words| Ok(words[0])).unwrap();
     assert_eq!(peek(&cpu), 0b1111_1100);
     (16..24).for_each(|gfn| _ = cpu.write(gfn));
     assert_eq!(cpu.logged(), [16, 17]);
@@ -356,13 +368,14 @@ proptest! {
                     // As a VMM does: look, then clear what it saw, then read those pages.
                     cpu.leave();
                     let before = take(&cpu);
-                    let seen = cpu.memory.dirty_log(3, false, &cpu.calls).unwrap()[0];
+                    let seen = cpu.memory.dirty_log(3, false, &cpu.calls, |words| Ok(words[0])).unwrap();
                     for gfn in &before {
                         prop_assert!(seen >> (gfn - 16) & 1 != 0, "{gfn} is missing in {seen:#x}");
                     }
                     let mask = mask & seen;
                     *cpu.calls.late.lock().unwrap() = [a, b];
-                    cpu.memory.clear_dirty_log(3, 0, 64, &[mask], &cpu.calls).unwrap();
+                    let read = |to: &mut [u64]| { to[0] = mask; Ok(()) };
+                    cpu.memory.clear_dirty_log(3, 0, 64, &cpu.calls, read).unwrap();
                     *cpu.calls.late.lock().unwrap() = Default::default();
                     let late = take(&cpu);
                     let rest = before.into_iter().chain(late);

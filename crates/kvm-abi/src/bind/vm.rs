@@ -13,7 +13,7 @@ use ::vm::{
 };
 use host::file::Pointers;
 use host::{
-    Arc,
+    Arc, Fault,
     file::{FileObject, NewFile},
 };
 
@@ -234,27 +234,17 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         Ok(memory.set_region(&convert::region(region), &**self.vm)?)
     }
 
-    fn dirty_log_pages(&self, slot: SlotId) -> Result<u64, Errno> {
-        let slots = self.vm.memory_in(slot.space).slots();
-        match slots.by_id(slot.number) {
-            Some(slot) if slot.dirty.is_some() => Ok(slot.npages),
-            // Numbers that no slot can have were EINVAL before (`dispatch::memory`).
-            _ => Err(Errno::ENOENT),
-        }
-    }
-
-    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
+    fn dirty_log(
+        &self,
+        slot: SlotId,
+        out: impl FnOnce(&[u64]) -> Result<(), Fault>,
+    ) -> Result<(), Errno> {
         // With manual protection KVM_CLEAR_DIRTY_LOG takes the bits, and this only shows them.
         let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
         // By number and not by a slot that was looked up: it may be gone, and the memory's lock
         // says.
         let memory = self.vm.memory_in(slot.space);
-        let words = memory.dirty_log(slot.number.into(), protect, &**self.vm)?;
-        // The slot may have been replaced since its size was asked for.
-        for (to, from) in bitmap.iter_mut().zip(&words) {
-            *to = *from;
-        }
-        Ok(())
+        Ok(memory.dirty_log(slot.number.into(), protect, &**self.vm, out)?)
     }
 
     fn clear_dirty_log(
@@ -262,10 +252,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         slot: SlotId,
         first: u64,
         pages: u32,
-        bits: &[u64],
+        read: impl FnOnce(&mut [u64]) -> Result<(), Fault>,
     ) -> Result<(), Errno> {
         let memory = self.vm.memory_in(slot.space);
-        Ok(memory.clear_dirty_log(slot.number.into(), first, pages.into(), bits, &**self.vm)?)
+        Ok(memory.clear_dirty_log(slot.number.into(), first, pages.into(), &**self.vm, read)?)
     }
 
     fn irqchip(&self) -> Irqchip {

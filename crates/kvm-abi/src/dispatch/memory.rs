@@ -1,13 +1,11 @@
 //! Memory slots, the dirty log and coalesced writes of a VM (KVM API §4.8, §4.35, §4.116, §4.117,
 //! §4.140).
 
-use alloc::boxed::Box;
-
 use host::file::Pointers;
 use host::user as process;
 use mmu::AddressSpace;
 use x86::{Gfn, Hva};
-use zerocopy::FromZeros;
+use zerocopy::IntoBytes;
 
 use super::Reply;
 use super::ops::{MemoryRegion, SlotId, VmOps};
@@ -100,12 +98,9 @@ pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
     let slot = slot_id(log.slot)?;
     // How much is copied out is the slot's to say: the structure has no length.
-    let words = vm.dirty_log_pages(slot)?.div_ceil(64);
-    let words = usize::try_from(words).map_err(|_| Errno::ENOMEM)?;
-    let mut bitmap = <[u64]>::new_box_zeroed_with_elems(words)?;
     // Taken before they are copied out: with a bad pointer the bits are lost, as in stock KVM.
-    vm.dirty_log(slot, &mut bitmap)?;
-    user::write(pointers.of(log.dirty_bitmap), &*bitmap)?;
+    let to = Hva(pointers.of(log.dirty_bitmap));
+    vm.dirty_log(slot, |bitmap| process::write(to, bitmap.as_bytes()))?;
     Ok(0)
 }
 
@@ -117,17 +112,10 @@ pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply 
         return Err(Errno::EINVAL);
     }
     let slot = slot_id(log.slot)?;
-    let pages = vm.dirty_log_pages(slot)?;
-    // Looked at again under the lock that keeps the slot; here it bounds what is read.
-    let count = u64::from(log.num_pages);
-    // The subtraction in place of a sum, which could wrap.
-    let left = pages.checked_sub(log.first_page).ok_or(Errno::EINVAL)?;
-    // A part that does not end with the slot ends with a word.
-    if count > left || (count < left && count % 64 != 0) {
-        return Err(Errno::EINVAL);
-    }
-    let bits: Box<[u64]> =
-        user::read_array(pointers.of(log.dirty_bitmap), log.num_pages.div_ceil(64) as usize)?;
-    vm.clear_dirty_log(slot, log.first_page, log.num_pages, &bits)?;
+    let from = Hva(pointers.of(log.dirty_bitmap));
+    vm.clear_dirty_log(slot, log.first_page, log.num_pages, |mask| {
+        // Of no pages the bits may lie anywhere: VMMs pass null.
+        if mask.is_empty() { Ok(()) } else { process::read(from, mask.as_mut_bytes()) }
+    })?;
     Ok(0)
 }

@@ -10,6 +10,7 @@ use core::ops::DerefMut;
 use core::sync::atomic::AtomicU64;
 
 pub use ::vm::irq::Irqchip;
+use host::Fault;
 use mmu::AddressSpace;
 use x86::{Gfn, Hva};
 
@@ -151,18 +152,21 @@ pub trait VmOps {
     /// Makes, moves, changes or deletes a slot. `EEXIST`: overlaps another. `EINVAL`: nothing to
     /// delete, or a change that a slot cannot have.
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno>;
-    /// Pages of a slot with a dirty bitmap. `EINVAL`: no such number. `ENOENT`: no bitmap.
-    fn dirty_log_pages(&self, slot: SlotId) -> Result<u64, Errno>;
-    /// The bitmap of a slot, one bit per page; cleared unless clearing is manual. `bitmap` has
-    /// room for [`Self::dirty_log_pages`].
-    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno>;
-    /// Clears the bits of `bitmap`, the first of which is page `first`. `ENOENT`: no bitmap.
+    /// Gives `out` the bitmap of a slot, one bit per page; cleared unless clearing is manual. `EINVAL`: no such number.
+    /// `ENOENT`: no bitmap. `EFAULT`: `out` failed.
+    fn dirty_log(
+        &self,
+        slot: SlotId,
+        out: impl FnOnce(&[u64]) -> Result<(), Fault>,
+    ) -> Result<(), Errno>;
+    /// Clears the bits that `read` gives, the first of which is page `first`. `EINVAL`: pages that the slot has not, or a part
+    /// that does not end with a word or with the slot. `ENOENT`: no bitmap. `EFAULT`: `read` failed, and nothing is cleared.
     fn clear_dirty_log(
         &self,
         slot: SlotId,
         first: u64,
         pages: u32,
-        bits: &[u64],
+        read: impl FnOnce(&mut [u64]) -> Result<(), Fault>,
     ) -> Result<(), Errno>;
 
     /// Which interrupt controllers are ours.

@@ -16,6 +16,7 @@ use gannet_kvm_abi::uapi::irqchip::*;
 use gannet_kvm_abi::uapi::memory::KvmCoalescedMmioZone;
 use gannet_kvm_abi::uapi::registers::*;
 use gannet_kvm_abi::uapi::vcpu_state::*;
+use host::Fault;
 
 /// Everything on offer.
 pub fn offer() -> Offer {
@@ -139,11 +140,13 @@ impl VmOps for Vm {
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
         self.note(region)
     }
-    fn dirty_log_pages(&self, _: SlotId) -> Result<u64, Errno> {
-        self.log_pages
-    }
-    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
-        bitmap.fill(0x1111);
+    fn dirty_log(
+        &self,
+        slot: SlotId,
+        out: impl FnOnce(&[u64]) -> Result<(), Fault>,
+    ) -> Result<(), Errno> {
+        let bitmap = vec![0x1111; self.log_pages?.div_ceil(64) as usize];
+        out(&bitmap)?;
         self.note(("dirty", slot.number, bitmap.len()))
     }
     fn clear_dirty_log(
@@ -151,9 +154,11 @@ impl VmOps for Vm {
         slot: SlotId,
         first: u64,
         pages: u32,
-        b: &[u64],
+        read: impl FnOnce(&mut [u64]) -> Result<(), Fault>,
     ) -> Result<(), Errno> {
-        self.note(("clear", slot.number, first, pages, b))
+        let mut bits = vec![0; pages.div_ceil(64) as usize];
+        read(&mut bits)?;
+        self.note(("clear", slot.number, first, pages, &bits))
     }
     fn irqchip(&self) -> Irqchip {
         self.irqchip

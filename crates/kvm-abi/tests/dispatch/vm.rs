@@ -124,7 +124,7 @@ fn the_dirty_log_is_rounded_to_words() {
 }
 
 #[test]
-fn the_dirty_log_is_cleared_by_words_or_to_its_end() {
+fn the_dirty_log_is_cleared_by_words() {
     let v = Vm::full();
     let mut bits = Buffer::with(&5u64, &[6u64, 7]);
     let whole =
@@ -137,10 +137,11 @@ fn the_dirty_log_is_cleared_by_words_or_to_its_end() {
     let part = KvmClearDirtyLog { first_page: 64, num_pages: 64, ..whole };
     assert_eq!(give(&v, CLEAR_DIRTY_LOG, &part), Ok(0));
     v.take();
-    for (first_page, num_pages) in [(1, 1), (0, 131), (0, 10), (64, 67), (192, 1), (!63, 64)] {
-        let bad = KvmClearDirtyLog { first_page, num_pages, ..whole };
-        assert_eq!(give(&v, CLEAR_DIRTY_LOG, &bad), Err(Errno::EINVAL), "{first_page} {num_pages}");
-    }
+    let nothing = KvmClearDirtyLog { num_pages: 0, dirty_bitmap: 0, ..whole };
+    assert_eq!(give(&v, CLEAR_DIRTY_LOG, &nothing), Ok(0));
+    v.take();
+    refused(give(&v, CLEAR_DIRTY_LOG, &KvmClearDirtyLog { first_page: 1, ..whole }), Errno::EINVAL);
+    refused(give(&v, CLEAR_DIRTY_LOG, &KvmClearDirtyLog { slot: 2 << 16, ..whole }), Errno::EINVAL);
     refused(
         give(&v, CLEAR_DIRTY_LOG, &KvmClearDirtyLog { dirty_bitmap: 0, ..whole }),
         Errno::EFAULT,

@@ -14,13 +14,17 @@
 //!
 //! Why in stretches, and with the lock given up in between: every vCPU that faults waits meanwhile, and a VM with
 //! a terabyte has 256 million pages.
+//!
+//! Why the bits are copied with the slots' lock held, and room for them is kept with the slot: see [`DirtyLog`]; and a slot that is
+//! replaced by a larger one between a look at its size and the taking would lose the bits beyond. A copy may wait for the owner
+//! of the memory, and other changes of slots with it, as on stock KVM. No handler of the MMU notifier takes that lock.
 
-use alloc::vec::Vec;
 use core::sync::atomic::Ordering;
 
+use host::error::Fault;
 use host::task;
 use mmu::tdp::{FlushRemote, Zapper};
-use mmu::{DirtyBitmap, MemSlot, begin_anew};
+use mmu::{DirtyLog, MemSlot, begin_anew};
 use x86::{Gfn, Gpa};
 
 use super::VmMemory;
@@ -33,48 +37,58 @@ pub enum DirtyLogError {
     Invalid,
     /// No such slot, or it does not log (`-ENOENT`).
     NoLog,
-    /// There is no memory for it (`-ENOMEM`).
-    NoMemory,
+    /// The caller's memory for the bits is not there (`-EFAULT`).
+    Fault,
+}
+
+impl From<Fault> for DirtyLogError {
+    fn from(_: Fault) -> Self {
+        Self::Fault
+    }
 }
 
 /// Words of the bitmap handled with the lock held once: 32,768 pages.
 const STRETCH: usize = 512;
 
 impl VmMemory {
-    /// The pages written since the last call, one bit per page of the slot, in 64-bit words; and
-    /// with `protect` the log starts anew (without it: manual protection, KVM API §7.16).
-    pub fn dirty_log(
+    /// Gives `out` the pages written since the last call, one bit per page of the slot, in 64-bit words, all of them; and with
+    /// `protect` the log starts anew (without it: manual protection, KVM API §7.16). `out` may fault user memory in. Where it
+    /// fails, the bits are lost, as on stock KVM.
+    #[inline(never)]
+    pub fn dirty_log<R>(
         &self,
         slot: u32,
         protect: bool,
         flush: &(impl FlushRemote + ?Sized),
-    ) -> Result<Vec<u64>, DirtyLogError> {
-        // Held so that no slot changes while its bits are taken.
+        out: impl FnOnce(&[u64]) -> Result<R, Fault>,
+    ) -> Result<R, DirtyLogError> {
+        // Held until the bits are out, so that the slot whose they are is the one that the caller hears of: its size, too.
         let _held = self.slots_lock.lock();
         let slots = self.slots();
         let (slot, log) = logging(&slots, slot)?;
-        let mut taken = Vec::new();
-        taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
+        let mut taken = log.copy();
         if !protect {
             // What a CPU has logged until now must be among the bits.
             self.gather_log(flush);
             // In stretches, as below: a terabyte's log has four million words.
-            while taken.len() < log.words() {
-                taken.extend((taken.len()..log.words()).take(STRETCH).map(|n| log.peek(n)));
+            for (first, part) in stretches(&mut taken) {
+                for (n, to) in (first..).zip(part) {
+                    *to = log.peek(n);
+                }
                 task::cond_resched();
             }
-            return Ok(taken);
+            return Ok(out(&taken)?);
         }
         let take = || {
             let mut any = false;
-            while taken.len() < log.words() {
+            for (first, part) in stretches(&mut taken) {
                 // For writing: a fault marks a page and gives it write access with this lock held
                 // for reading, so both are seen or neither.
                 let mut zapper = self.tdp.zapper();
-                for n in (taken.len()..log.words()).take(STRETCH) {
+                for (n, to) in (first..).zip(part) {
                     let bits = log.take(n);
                     any |= bits != 0 && self.protect(&mut zapper, word_base(slot, n), bits);
-                    taken.push(bits);
+                    *to = bits;
                 }
                 drop(zapper);
                 task::cond_resched();
@@ -84,18 +98,19 @@ impl VmMemory {
         // One flush for all: the generation and the IPIs cost the same for one page and for a
         // terabyte.
         begin_anew(|| self.gather_log(flush), take, || self.tdp.zapper().flush(flush));
-        Ok(taken)
+        Ok(out(&taken)?)
     }
 
-    /// Starts the log anew for the pages `first..first + count` of a slot whose bit in `mask` (one
-    /// bit per page, in 64-bit words) is set.
+    /// Starts the log anew for the pages `first..first + count` of a slot whose bit in the mask (one
+    /// bit per page, in 64-bit words) is set. `read` fills the mask in and may fault user memory in; where it fails nothing is cleared.
+    #[inline(never)]
     pub fn clear_dirty_log(
         &self,
         slot: u32,
         first: u64,
         count: u64,
-        mask: &[u64],
         flush: &(impl FlushRemote + ?Sized),
+        read: impl FnOnce(&mut [u64]) -> Result<(), Fault>,
     ) -> Result<(), DirtyLogError> {
         let _held = self.slots_lock.lock();
         let slots = self.slots();
@@ -106,19 +121,20 @@ impl VmMemory {
             return Err(DirtyLogError::Invalid);
         }
         let (from, words) = ((first >> 6) as usize, count.div_ceil(64) as usize);
-        // The mask came from user space; what it lacks cannot be taken for zeros.
-        let mask = mask.get(..words).ok_or(DirtyLogError::Invalid)?;
+        let mut copy = log.copy();
+        // There are as many: the range lies in the slot.
+        let mask = copy.get_mut(..words).ok_or(DirtyLogError::Invalid)?;
+        read(mask)?;
         let take = || {
-            let (mut any, mut at) = (false, 0);
-            while at < words {
+            let mut any = false;
+            for (at, part) in stretches(mask) {
                 let mut zapper = self.tdp.zapper();
-                for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
+                for (n, wanted) in (from + at..).zip(part) {
                     // Only what was set: a page whose bit is clear has been watched since it was taken.
-                    let bits = log.take_masked(from + n, *wanted);
-                    any |= bits != 0 && self.protect(&mut zapper, word_base(slot, from + n), bits);
+                    let bits = log.take_masked(n, *wanted);
+                    any |= bits != 0 && self.protect(&mut zapper, word_base(slot, n), bits);
                 }
                 drop(zapper);
-                at = at.saturating_add(STRETCH);
                 task::cond_resched();
             }
             any
@@ -165,14 +181,14 @@ impl VmMemory {
             slot.mark_dirty(gpa.gfn());
         }
     }
-
-    /// Number of 64-bit words of a slot's dirty log.
-    pub fn dirty_log_words(&self, slot: u32) -> Result<usize, DirtyLogError> {
-        Ok(logging(&self.slots(), slot)?.1.words())
-    }
 }
 
-fn logging(slots: &mmu::MemSlots, slot: u32) -> Result<(&MemSlot, &DirtyBitmap), DirtyLogError> {
+/// Stretches of the words of a bitmap, each with the index of its first.
+fn stretches(words: &mut [u64]) -> impl Iterator<Item = (usize, &mut [u64])> {
+    words.chunks_mut(STRETCH).enumerate().map(|(n, part)| (n.wrapping_mul(STRETCH), part))
+}
+
+fn logging(slots: &mmu::MemSlots, slot: u32) -> Result<(&MemSlot, &DirtyLog), DirtyLogError> {
     // Stock KVM tells a number that cannot be (EINVAL) from a slot that is not there (ENOENT).
     if slot >= mmu::slots::USER_SLOTS {
         return Err(DirtyLogError::Invalid);

@@ -10,6 +10,7 @@ use alloc::vec::Vec;
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 
+use host::error::Fault;
 use host::gup::{GupError, HostPage, fault_in};
 use host::page::Pages;
 use host::std_port::test;
@@ -100,7 +101,7 @@ impl Bench {
     }
 
     fn log(&self) -> u64 {
-        self.memory.dirty_log(3, true, &self.flushes).unwrap()[0]
+        self.memory.dirty_log(3, true, &self.flushes, |words| Ok(words[0])).unwrap()
     }
 }
 
@@ -329,23 +330,32 @@ fn a_write_that_comes_to_a_fault_is_in_the_log_as_far_as_it_went() {
 fn a_log_that_is_kept_is_cleared_page_by_page() {
     let mut bench = Bench::new(LOG);
     (16..24).for_each(|gfn| _ = bench.fault(gfn, true));
-    let peek = |bench: &Bench| bench.memory.dirty_log(3, false, &bench.flushes).unwrap()[0];
+    let peek = |bench: &Bench| {
+        bench.memory.dirty_log(3, false, &bench.flushes, |words| Ok(words[0])).unwrap()
+    };
     assert_eq!((peek(&bench), peek(&bench), bench.flushes.take()), (0xff, 0xff, 0));
     let clear = |first, count, mask: &[u64]| {
-        bench.memory.clear_dirty_log(3, first, count, mask, &bench.flushes)
+        let read = |to: &mut [u64]| {
+            to.copy_from_slice(mask);
+            Ok(())
+        };
+        bench.memory.clear_dirty_log(3, first, count, &bench.flushes, read)
     };
     assert_eq!(clear(0, 64, &[0b1100]), Ok(()));
     assert_eq!((peek(&bench), bench.flushes.take()), (0xf3, 1));
     assert!(!bench.mapped(18).unwrap().1 && bench.mapped(17).unwrap().1);
-    for (first, count, words) in [(1, 63, 1), (0, 65, 2), (0, 5, 1), (128, 0, 0), (0, 64, 0)] {
+    for (first, count, words) in [(1, 63, 1), (0, 65, 2), (0, 5, 1), (128, 0, 0), (!63, 64, 1)] {
         assert_eq!(clear(first, count, &vec![1; words]), Err(DirtyLogError::Invalid));
     }
     assert_eq!(clear(64, 0, &[]), Ok(()));
-    let get = |slot| bench.memory.dirty_log(slot, true, &bench.flushes);
+    // What cannot be read clears nothing.
+    let unread = bench.memory.clear_dirty_log(3, 0, 64, &bench.flushes, |_| Err(Fault));
+    assert_eq!((unread, peek(&bench)), (Err(DirtyLogError::Fault), 0xf3));
+    let get = |slot| bench.memory.dirty_log(slot, true, &bench.flushes, |_| Ok(()));
     assert_eq!(get(4), Err(DirtyLogError::NoLog));
     assert_eq!(get(40_000), Err(DirtyLogError::Invalid));
     bench.set(bench.region(0)).unwrap();
-    assert_eq!(bench.memory.dirty_log(3, true, &bench.flushes), Err(DirtyLogError::NoLog));
+    assert_eq!(get(3), Err(DirtyLogError::NoLog));
     // Without the log a page is writable again by a fault like any other.
     assert!(bench.leaf(18).is_none());
 }
@@ -401,7 +411,7 @@ fn the_dirty_log_splits_large_pages_and_they_come_back_after_it() {
     assert_eq!(outcome, FaultOutcome::Mapped);
     assert_eq!(bench.leaf(700).map(|l| (l.level, l.writable)), Some((1, true)));
     assert_eq!(bench.leaf(701).map(|l| (l.level, l.writable)), Some((1, false)));
-    let bits = bench.memory.dirty_log(5, true, &bench.flushes).unwrap();
+    let bits = bench.memory.dirty_log(5, true, &bench.flushes, |words| Ok(words.to_vec())).unwrap();
     let marked: Vec<usize> = (0..1024).filter(|n| bits[n / 64] >> (n % 64) & 1 == 1).collect();
     assert_eq!((marked, bits.len()), (vec![700 - 512], 16));
     bench.set(Region { flags: 0, ..log }).unwrap();
