@@ -105,7 +105,8 @@ macro_rules! commands {
                  EINVAL: it is no eventfd";
             IRQFD [iow KvmIrqfd 0x76] [CAP_IRQFD] => interrupts::irqfd(vm, arg),
                 "with resample where the I/O APIC is ours, ENOSPC beyond 4096 of those \
-                 ([ADR 40](adr/0040-bounded-work-with-interrupts-off.md)); EBADF and EINVAL as above";
+                 ([ADR 40](adr/0040-bounded-work-with-interrupts-off.md)); EBADF and EINVAL as above; ends with the \
+                 VM's descriptor";
 
             SET_TSS_ADDR [io 0x47] [CAP_SET_TSS_ADDR] => set_tss_addr(vm, arg),
                 "taken and kept; SVM does not need it";

@@ -13,6 +13,7 @@ use gannet_kvm_abi::dispatch::{self, SystemOps};
 use gannet_kvm_abi::uapi::clock::KvmClockData;
 use gannet_kvm_abi::uapi::cpuid::KvmCpuidEntry2;
 use gannet_kvm_abi::uapi::device::KvmEnableCap;
+use gannet_kvm_abi::uapi::event::KvmIrqfd;
 use gannet_kvm_abi::uapi::irqchip::*;
 use gannet_kvm_abi::uapi::memory::*;
 use gannet_kvm_abi::uapi::msr::KvmMsrEntry;
@@ -578,6 +579,44 @@ fn statistics_are_read_from_files_that_outlive_the_vm() {
     assert_eq!(test::read_at(of_vcpu.0, u64::MAX, &mut one), 0);
     assert_eq!(test::read_at(of_vcpu.0, 4, &mut one), 1);
     assert_eq!(one, [48]);
+}
+
+#[test]
+fn a_statistics_file_keeps_nothing_of_the_vm_alive() {
+    let vm = vm();
+    let directory = format!("{}-{}", host::task::current_tid(), vm.0);
+    // Shown as long as the VM is there.
+    let shown = || test::debug_file(&format!("{directory}/exits")).is_some();
+    let vcpu = vm.vcpu(2);
+    let _of_vm = Fd(vm.call(ioctl::GET_STATS_FD, 0) as i32);
+    let _of_vcpu = Fd(vcpu.call(ioctl::GET_STATS_FD, 0) as i32);
+    drop(vm);
+    assert!(shown());
+    drop(vcpu);
+    assert!(!shown());
+}
+
+#[test]
+fn the_vms_file_takes_its_irqfds_with_it() {
+    let old = vm();
+    assert_eq!(old.call(ioctl::CREATE_IRQCHIP, 0), 0);
+    let _vcpu = old.vcpu(0);
+    let _stats = Fd(old.call(ioctl::GET_STATS_FD, 0) as i32);
+    let event = test::eventfd();
+    let irqfd = KvmIrqfd { fd: event as u32, gsi: 4, ..Default::default() };
+    assert_eq!(old.with(ioctl::IRQFD, &irqfd), 0);
+    // Somebody takes the signals.
+    test::eventfd_signal(event, 1);
+    assert_eq!(test::eventfd_read(event), 0);
+    drop(old);
+    test::eventfd_signal(event, 1);
+    assert_eq!(test::eventfd_read(event), 1);
+    let new = vm();
+    assert_eq!(new.call(ioctl::CREATE_IRQCHIP, 0), 0);
+    assert_eq!(new.with(ioctl::IRQFD, &irqfd), 0);
+    test::eventfd_signal(event, 1);
+    assert_eq!(test::eventfd_read(event), 0);
+    test::eventfd_close(event);
 }
 
 #[test]

@@ -1,9 +1,11 @@
-//! Statistics files. Each holds its VM, so that it can be read after the VM's own files are gone;
-//! it knows no ioctl and belongs to no address space, and may be handed to a monitor.
+//! Statistics files. Each holds what is counted and nothing else of the VM, so that it can be read after the VM's own files are
+//! gone, and a monitor that keeps it keeps no page tables, eventfds or address space. It knows no ioctl, and may be handed to
+//! a monitor.
 
 use core::ffi::CStr;
 
-use ::vm::{VmRef, vcpu_shared::SharedVcpu};
+use ::stats::VcpuStats;
+use ::vm::{statistics::VmStatistics, vcpu_shared::SharedVcpu};
 use host::file::Pointers;
 use host::{
     Arc,
@@ -17,14 +19,13 @@ use crate::stats_file::{Id, OfOneVcpu, OfOneVm, Values, read};
 
 /// The statistics of a VM.
 struct VmStatsFile {
-    vm: VmRef,
+    statistics: Arc<VmStatistics>,
     id: Id,
 }
 
-/// The statistics of a vCPU. Its shared half lives as long as the VM.
+/// The statistics of a vCPU.
 struct VcpuStatsFile {
-    vcpu: SharedVcpu,
-    _vm: VmRef,
+    stats: Arc<VcpuStats>,
     id: Id,
 }
 
@@ -51,7 +52,7 @@ impl FileObject for VmStatsFile {
     }
 
     fn read(&self, offset: u64, buffer: u64, len: u64) -> i64 {
-        read_to_user(&OfOneVm(self.vm.statistics()), &self.id, offset, buffer, len)
+        read_to_user(&OfOneVm(&self.statistics), &self.id, offset, buffer, len)
     }
 }
 
@@ -64,25 +65,25 @@ impl FileObject for VcpuStatsFile {
     }
 
     fn read(&self, offset: u64, buffer: u64, len: u64) -> i64 {
-        read_to_user(&OfOneVcpu(&self.vcpu.stats), &self.id, offset, buffer, len)
+        read_to_user(&OfOneVcpu(&self.stats), &self.id, offset, buffer, len)
     }
 }
 
 /// KVM_GET_STATS_FD on a VM; the id string names the thread `tid` that made the VM.
 #[cold]
 #[inline(never)]
-pub(super) fn of_vm(vm: &VmRef, tid: u32) -> Result<i32, Errno> {
+pub(super) fn of_vm(statistics: &Arc<VmStatistics>, tid: u32) -> Result<i32, Errno> {
     // Each call makes a file: the process's limit of descriptors is the only one, as on stock KVM.
-    let file = Arc::new(VmStatsFile { vm: vm.clone(), id: Id::new(tid, None) })?;
+    let file = Arc::new(VmStatsFile { statistics: statistics.clone(), id: Id::new(tid, None) })?;
     Ok(NewFile::new(file, None).map_err(Errno::from_file)?.install())
 }
 
 /// KVM_GET_STATS_FD on a vCPU.
 #[cold]
 #[inline(never)]
-pub(super) fn of_vcpu(vm: &VmRef, vcpu: &SharedVcpu, tid: u32) -> Result<i32, Errno> {
+pub(super) fn of_vcpu(vcpu: &SharedVcpu, tid: u32) -> Result<i32, Errno> {
     // The vCPU's own id names the file, as that of its vCPU file.
     let (id, number) = (Id::new(tid, Some(vcpu.id)), vcpu.id);
-    let file = Arc::new(VcpuStatsFile { vcpu: vcpu.clone(), _vm: vm.clone(), id })?;
+    let file = Arc::new(VcpuStatsFile { stats: vcpu.stats.clone(), id })?;
     Ok(NewFile::new(file, Some(number)).map_err(Errno::from_file)?.install())
 }

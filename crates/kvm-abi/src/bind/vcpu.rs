@@ -150,7 +150,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn stats_file(&mut self) -> Result<i32, Errno> {
-        stats::of_vcpu(&self.vm, self.vcpu.shared(), self.tid)
+        stats::of_vcpu(self.vcpu.shared(), self.tid)
     }
 
     #[inline]

@@ -171,6 +171,13 @@ impl<M: MakeBackend> FileObject for VmFile<M> {
         };
         dispatch::code(of(&**this, command, argument))
     }
+
+    fn released(&self) {
+        // Not left to the end of the VM, which vCPUs' files may keep: a VMM that makes its VM anew uses the same eventfds,
+        // and the kernel may allow an eventfd one irqfd alone. A KVM_IRQFD of another thread holds the file, so none comes
+        // behind this.
+        self.vm.irq().release_irqfds();
+    }
 }
 
 impl<M: MakeBackend> VmOps for VmFile<M> {
@@ -183,7 +190,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn stats_file(&self) -> Result<i32, Errno> {
-        stats::of_vm(&self.vm, self.tid)
+        stats::of_vm(self.vm.statistics(), self.tid)
     }
 
     fn bus_cycle_ns(&self) -> u32 {

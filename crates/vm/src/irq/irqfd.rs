@@ -164,7 +164,7 @@ impl IrqFds {
         Ok(())
     }
 
-    /// Disconnects all: the VM's file was closed.
+    /// Disconnects all: the VM's file was closed, or the VM goes.
     pub fn release(&self, core: &SharedCore) {
         reap(core, &mut self.list.lock(), |_| true);
     }

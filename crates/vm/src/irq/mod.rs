@@ -98,8 +98,9 @@ pub struct VmIrq {
 impl Drop for VmIrq {
     fn drop(&mut self) {
         // The handlers of eventfds hold the core: without this they would outlive the VM and raise
-        // interrupts of nobody.
-        self.release();
+        // interrupts of nobody. First they: one that fires behind the cancel would arm the timer again.
+        self.release_irqfds();
+        self.core.cancel();
     }
 }
 
@@ -353,12 +354,10 @@ impl VmIrq {
         self.irqfds.deassign(&self.core, fd, gsi)
     }
 
-    /// The VM's file was closed, or its memory is gone: no eventfd raises anything any more, and
-    /// the timer stops.
-    pub fn release(&self) {
-        // First the eventfds: one that fires behind the cancel would arm the timer again.
+    /// The VM's file was closed: no eventfd raises anything any more, and each may raise interrupts of another VM. The VM
+    /// may live on with its vCPUs' files, and its timer goes on then. Process context.
+    pub fn release_irqfds(&self) {
         self.irqfds.release(&self.core);
-        self.core.cancel();
     }
 
     /// State of one 8259A.

@@ -222,7 +222,7 @@ const OPERATIONS: [Operation; 20] = [
         }
     }),
     ("who is owed a signal is told", |l| l.irq.signal_owed()),
-    ("all irqfds gone", |l| l.irq.release()),
+    ("all irqfds gone", |l| l.irq.release_irqfds()),
 ];
 
 /// The operations that take more than they may.

@@ -522,7 +522,7 @@ fn a_closed_eventfd_makes_room_for_the_next() {
     test::eventfd_close(fd);
     let next = eventfd();
     b.irq.assign_irqfd(next, 24, None).unwrap();
-    b.irq.release();
+    b.irq.release_irqfds();
     test::eventfd_signal(next, 1);
 }
 
