@@ -151,6 +151,7 @@ int gnt_user_write_nofault(u64 hva, const void *from, size_t len);
 int gnt_user_cmpxchg(u64 hva, u32 size, u64 old, u64 new);
 int gnt_user_clear(u64 hva, size_t len);
 int gnt_user_range_ok(u64 hva, u64 len);
+u64 gnt_user_end(void);
 
 /* lock.c */
 /* How a lock is taken: `host::lockdep::Taken`. */

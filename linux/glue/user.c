@@ -9,6 +9,12 @@ int gnt_user_range_ok(u64 hva, u64 len)
 	return access_ok((void __user *)hva, len);
 }
 
+/* The first address that no user memory has: larger with five-level paging. */
+u64 gnt_user_end(void)
+{
+	return TASK_SIZE_MAX;
+}
+
 int gnt_user_read(void *to, u64 hva, size_t len)
 {
 	return copy_from_user(to, (const void __user *)hva, len) ? -EFAULT : 0;

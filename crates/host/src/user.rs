@@ -65,6 +65,11 @@ pub fn range_ok(hva: Hva, len: u64) -> bool {
     sys::gnt_user_range_ok(hva.0, len) != 0
 }
 
+/// The first address that no user memory has (`TASK_SIZE_MAX`).
+pub fn end() -> Hva {
+    Hva(sys::gnt_user_end())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

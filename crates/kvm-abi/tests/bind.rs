@@ -380,6 +380,27 @@ fn the_log_is_cleared_by_words_or_to_the_slots_end() {
 }
 
 #[test]
+fn slots_may_lie_where_the_host_has_user_memory() {
+    let region = KvmUserspaceMemoryRegion {
+        slot: 1,
+        memory_size: 0x2000,
+        userspace_addr: 1 << 50,
+        ..Default::default()
+    };
+    let last = KvmUserspaceMemoryRegion { userspace_addr: (1 << 47) - 0x3000, ..region };
+    let set = |region| vm().with(ioctl::SET_USER_MEMORY_REGION, region);
+    let beyond =
+        KvmUserspaceMemoryRegion { userspace_addr: last.userspace_addr + 0x1000, ..region };
+    assert_eq!([&region, &last, &beyond].map(set), [error(Errno::EINVAL), 0, error(Errno::EINVAL)]);
+    test::set_five_levels(true);
+    let last = KvmUserspaceMemoryRegion { userspace_addr: (1 << 56) - 0x3000, ..region };
+    let beyond =
+        KvmUserspaceMemoryRegion { userspace_addr: last.userspace_addr + 0x1000, ..region };
+    assert_eq!([&region, &last, &beyond].map(set), [0, 0, error(Errno::EINVAL)]);
+    test::set_five_levels(false);
+}
+
+#[test]
 fn the_clock_and_the_tsc_are_set_and_read() {
     let vm = vm();
     assert_eq!(

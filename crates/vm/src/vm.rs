@@ -266,7 +266,8 @@ impl Vm {
 fn memories(limits: &HostLimits) -> Result<(Arc<VmMemory>, Arc<VmMemory>), NoMemory> {
     // CPUID's number, which a hypervisor below may have made up: cut, so that the shift is one.
     let frames = 1u64 << limits.maxphyaddr.clamp(32, 52).saturating_sub(12);
-    let region = RegionLimits { frames, ..RegionLimits::default() };
+    // The host's own, which has more of it with five-level paging.
+    let region = RegionLimits { frames, user_end: host::user::end().0 };
     let shadow = !limits.paging.tdp;
     let make = |with| VmMemory::shared(limits.tables, region, shadow, with);
     let memory = make(None)?;

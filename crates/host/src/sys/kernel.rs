@@ -84,6 +84,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_user_cmpxchg(hva: u64, size: u32, old: u64, new: u64) -> i32;
     pub(crate) safe fn gnt_user_clear(hva: u64, len: usize) -> i32;
     pub(crate) safe fn gnt_user_range_ok(hva: u64, len: u64) -> i32;
+    pub(crate) safe fn gnt_user_end() -> u64;
     // lock.c
     pub(crate) safe fn gnt_mutex_lock_slow(word: &AtomicU32);
     pub(crate) safe fn gnt_mutex_lock_killable_slow(word: &AtomicU32) -> i32;

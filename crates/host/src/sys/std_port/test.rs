@@ -55,6 +55,11 @@ pub fn protect(hva: Hva, len: u64) -> Hole {
     Hole(world, range, true)
 }
 
+/// Whether the host pages with five levels: user memory may lie beyond 2^47 then.
+pub fn set_five_levels(five: bool) {
+    World::current().lock().five_levels = five;
+}
+
 fn notifiers() -> Vec<(&'static NotifierCalls, Context)> {
     World::current().lock().notifiers.iter().map(|(_, calls, context)| (*calls, *context)).collect()
 }

@@ -45,6 +45,8 @@ pub(crate) struct State {
     pub(crate) poisoned: Vec<u64>,
     /// Frames of memory that is a device's.
     pub(crate) devices: Vec<u64>,
+    /// The host pages with five levels.
+    pub(crate) five_levels: bool,
     /// Threads that wait for the readers of an SRCU domain.
     pub(crate) srcu_waiters: usize,
 }

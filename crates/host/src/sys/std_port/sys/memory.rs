@@ -41,7 +41,7 @@ pub(crate) unsafe fn gnt_page_free(hpa: u64) {
 pub(super) fn user_ok(hva: u64, len: u64, direction: Direction) -> bool {
     let Some(end) = hva.checked_add(len) else { return false };
     // As in the kernel: nothing is mapped at null, and the upper half is no user's.
-    if hva < 4096 || end > 0x7fff_ffff_f000 {
+    if hva < 4096 || end > gnt_user_end() {
         return false;
     }
     let world = World::current();
@@ -51,7 +51,11 @@ pub(super) fn user_ok(hva: u64, len: u64, direction: Direction) -> bool {
 }
 
 pub(crate) fn gnt_user_range_ok(hva: u64, len: u64) -> i32 {
-    hva.checked_add(len).is_some_and(|end| end <= 0x7fff_ffff_f000).into()
+    hva.checked_add(len).is_some_and(|end| end <= gnt_user_end()).into()
+}
+pub(crate) fn gnt_user_end() -> u64 {
+    let bits = if World::current().lock().five_levels { 56 } else { 47 };
+    (1 << bits) - 4096
 }
 pub(crate) unsafe fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) -> i32 {
     if !user_ok(hva, len as u64, Direction::Read) {
