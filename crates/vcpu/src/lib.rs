@@ -69,8 +69,8 @@ pub(crate) struct Rare {
     pub has_run: bool,
     /// No guest was entered since the nested state was set: the times in that one are of a TSC that is still to come.
     pub nested_restored: bool,
-    /// KVM_SET_VCPU_EVENTS has given the events, and no guest was entered since.
-    pub events_given: bool,
+    /// What of the events user space has given.
+    pub given: run::events::Given,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
@@ -188,7 +188,7 @@ impl<B: Backend> Vcpu<B> {
                 offered,
                 has_run: false,
                 nested_restored: false,
-                events_given: false,
+                given: run::events::Given::default(),
                 signal_mask: None,
                 msr_filter: None,
                 keeps_l2_apart: false,

@@ -1,12 +1,18 @@
-//! User space sets a nested state while L2 runs: the registers that it sees are there behind that, as those of whoever runs then.
+//! User space sets a nested state while L2 runs: the registers that it sees, and the events that it has given, are there behind
+//! that, as those of whoever runs then.
 
 mod rig;
 
-use gannet_vcpu::{By, UserExit, Vcpu};
+use std::sync::atomic::Ordering;
+
+use backend::RCX;
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
+use gannet_vcpu::{By, RunInput, UserExit, Vcpu};
 use host::std_port::test as surroundings;
 use rig::nested_vmx::{self, vmcs12};
 use rig::{exit, nested};
 use svm::Features;
+use x86::Vector;
 use x86::msr::{
     DEBUGCTL, LAST_BRANCH_FROM, LAST_BRANCH_TO, LAST_INT_FROM, LAST_INT_TO, PAT, PAT_RESET,
     SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP,
@@ -122,4 +128,70 @@ fn what_is_l2s_own_stays_on_intel() {
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
     }
+}
+
+/// L2 runs, the VMM has the local APIC, and this is a state without L2.
+fn in_l2() -> (nested::Hypervisor, Vec<u8>) {
+    let mut machine = nested::Hypervisor::new(false);
+    let first = state(&mut machine.vcpu);
+    machine.stop_in_l2();
+    (machine, first)
+}
+
+/// RDMSR by L2 of an MSR that nobody knows, which user space refuses: KVM_RUN with `immediate_exit` makes #GP of it.
+fn faults(machine: &mut nested::Hypervisor, before_it: impl FnOnce(&mut nested::Hypervisor)) {
+    machine.vm.settings.user_space_msr.store(7, Ordering::Relaxed);
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::Msr)(vmcb, gprs);
+        gprs.0[RCX] = 0x1234_5678;
+    });
+    assert!(matches!(machine.run(), UserExit::Msr { .. }));
+    before_it(machine);
+    machine.vcpu.answer_rare(|| (true, 0), |_| {});
+    let completes = RunInput { immediate_exit: true, ..RunInput::default() };
+    assert_eq!(machine.vcpu.run(&completes), UserExit::Immediate);
+    assert_eq!(machine.vcpu.saved_events().exception.map(|e| e.vector), Some(Vector(13)));
+}
+
+/// By whatever call user space gives an event, it is for whoever runs behind the state.
+#[test]
+fn an_event_that_user_space_gives_stays_by_whatever_call() {
+    let (mut machine, first) = in_l2();
+    let sregs = machine.vcpu.sregs();
+    machine.vcpu.set_sregs(&sregs, Some(Vector(0x40))).unwrap();
+    machine.vcpu.set_nested_state(&first).unwrap();
+    assert_eq!(machine.vcpu.interrupt_in_injection(), Some(Vector(0x40)));
+
+    let (mut machine, first) = in_l2();
+    machine.vcpu.inject_debug(true);
+    machine.vcpu.set_nested_state(&first).unwrap();
+    assert_eq!(machine.vcpu.saved_events().exception.map(|e| e.vector), Some(Vector(3)));
+
+    // A KVM_RUN that a signal ends before it enters a guest is none.
+    let (mut machine, first) = in_l2();
+    machine.vcpu.inject_debug(true);
+    surroundings::set_signal_pending(true);
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    machine.vcpu.set_nested_state(&first).unwrap();
+    assert_eq!(machine.vcpu.saved_events().exception.map(|e| e.vector), Some(Vector(3)));
+}
+
+/// A fault of L2's is not L1's, also where user space has given events before it, or gives one beside it.
+#[test]
+fn a_fault_of_l2s_goes_with_it() {
+    let given = SavedEvents { interrupt: Some(Vector(0x40)), ..SavedEvents::default() };
+    let (mut machine, first) = in_l2();
+    faults(&mut machine, |m| m.vcpu.restore_events(&given, GivenEvents::default()));
+    machine.vcpu.set_nested_state(&first).unwrap();
+    let events = machine.vcpu.saved_events();
+    assert_eq!((events.exception, events.interrupt), (None, given.interrupt));
+
+    let (mut machine, first) = in_l2();
+    faults(&mut machine, |_| {});
+    let sregs = machine.vcpu.sregs();
+    machine.vcpu.set_sregs(&sregs, Some(Vector(0x40))).unwrap();
+    machine.vcpu.set_nested_state(&first).unwrap();
+    let events = machine.vcpu.saved_events();
+    assert_eq!((events.exception, events.interrupt), (None, given.interrupt));
 }

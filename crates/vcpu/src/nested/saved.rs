@@ -122,11 +122,11 @@ impl<B: Backend> Vcpu<B> {
         let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
         let sregs = self.sregs();
         // What user space has given since the guest ran is for whoever runs next. What L2 had begun to take goes with it.
-        let given = (self.events.again, self.events.exception);
+        let given = self.rare.given;
+        let again = self.events.again.filter(|_| given.again);
+        let exception = self.events.exception.filter(|_| given.exception);
         self.abandon_l2();
-        if self.rare.events_given {
-            (self.events.again, self.events.exception) = given;
-        }
+        (self.events.again, self.events.exception) = (again, exception);
         self.gprs.0 = gprs;
         self.b.set_rip(rip);
         self.b.set_rflags(rflags);

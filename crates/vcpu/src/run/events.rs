@@ -54,6 +54,15 @@ pub struct Events {
     pub outer: Outer,
 }
 
+/// Which events that wait for the next entry user space has given: no guest was entered since.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Given {
+    /// [`Events::again`].
+    pub again: bool,
+    /// [`Events::exception`].
+    pub exception: bool,
+}
+
 /// What is for the outer loop, or to be told of by [`crate::observe`]: a bit each, so that nothing, which
 /// is usual, is one comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -287,9 +296,17 @@ pub(crate) fn update_cr8_intercept(b: &mut impl Backend, lapic: &Lapic, chosen: 
 }
 
 impl<B: Backend> Vcpu<B> {
+    /// Raises an exception that user space gives.
+    pub(crate) fn raise_given(&mut self, exception: Exception) {
+        self.raise(exception);
+        self.rare.given.exception = true;
+    }
+
     /// Raises an exception at the current instruction.
     pub(crate) fn raise(&mut self, exception: Exception) {
         self.pending.raise();
+        // Whatever it is combined with: what comes of it is the guest's.
+        self.rare.given.exception = false;
         // What is delivered again is the older of the two: the new one has come in its delivery.
         let first = match (self.events.again, self.events.exception) {
             (Some(Event::Exception(e)), _) | (_, Some(e)) => Some(e.vector.0),

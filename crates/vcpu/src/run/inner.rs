@@ -38,7 +38,7 @@ use crate::{
     Vcpu,
     exits::device::Device,
     run::{
-        events::{KernelCalls, Outer},
+        events::{Given, KernelCalls, Outer},
         outcome::{Left, Next, Other},
         pending::Pending,
     },
@@ -163,7 +163,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.stalls.forget();
         // A KVM_RUN that enters no guest is none: the rest of a restore may still come behind it.
         self.rare.nested_restored = false;
-        self.rare.events_given = false;
+        self.rare.given = Given::default();
         self.device.seen.forget_decoded();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();

@@ -15,7 +15,7 @@ use crate::{
     Vcpu,
     exits::code::CodeState as _,
     nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
-    run::events::{Events, Outer},
+    run::events::{Events, Given, Outer},
     state::smm::SavedSmi,
 };
 
@@ -288,7 +288,6 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_VCPU_EVENTS. What is not `given` stays as it is.
     pub fn restore_events(&mut self, e: &SavedEvents, given: GivenEvents) {
-        self.rare.events_given = true;
         // What waited belongs to the state that is replaced.
         self.events.again = None;
         self.events.exception = None;
@@ -310,6 +309,10 @@ impl<B: Backend> Vcpu<B> {
         if e.nmi_injected && self.events.again.is_none() {
             self.events.again = Some(Event::Nmi);
         }
+        self.rare.given = Given {
+            again: self.events.again.is_some(),
+            exception: self.events.exception.is_some(),
+        };
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
@@ -367,6 +370,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.own_external(&self.shared) != Some(vector) {
             self.events.forget_interrupt(&self.shared);
             self.events.again = Some(Event::Interrupt(vector));
+            self.rare.given.again = true;
             self.shared.request(Request::Event);
         }
     }

@@ -88,7 +88,7 @@ impl<B: Backend> Vcpu<B> {
             McVerdict::Interrupt => {}
             McVerdict::Raise => {
                 const MC: Vector = Vector(18);
-                self.raise(Exception { vector: MC, error_code: None, payload: None });
+                self.raise_given(Exception { vector: MC, error_code: None, payload: None });
                 self.shared.request(Request::Event);
             }
             McVerdict::TripleFault => self.events.outer.set(Outer::TRIPLE_FAULT, true),
@@ -99,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_GUESTDBG_INJECT_DB and KVM_GUESTDBG_INJECT_BP: raises #DB, or #BP.
     pub fn inject_debug(&mut self, breakpoint: bool) {
         let vector = Vector(if breakpoint { 3 } else { 1 });
-        self.raise(Exception { vector, error_code: None, payload: None });
+        self.raise_given(Exception { vector, error_code: None, payload: None });
         self.shared.request(Request::Event);
     }
 

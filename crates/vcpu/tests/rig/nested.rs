@@ -62,7 +62,7 @@ pub fn offered() -> Offered {
 pub struct Hypervisor {
     pub vcpu: TestVcpu,
     memory: Pages,
-    vm: VmRef,
+    pub vm: VmRef,
     /// What of SMRAM is memory of its own.
     smram: Option<Pages>,
 }
