@@ -301,6 +301,13 @@ impl Role {
         self.0 & Self::DIRECT != 0
     }
 
+    /// Whether the page's table may be protected from writes, so that flushes pass it by: where it is the guest's own. L1's
+    /// tables for L2 never are, and a page of frames has none.
+    #[inline]
+    pub(crate) const fn may_settle(self) -> bool {
+        self.0 & (Self::DIRECT | Self::NPT | Self::EPT) == 0
+    }
+
     /// Whether the guest's entries have 4 bytes.
     #[inline]
     pub fn is_narrow(self) -> bool {

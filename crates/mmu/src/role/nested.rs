@@ -130,12 +130,6 @@ impl Role {
         Some(Self(self.0 & !Self::HOLE | u64::from(number) << Self::HOLE_SHIFT))
     }
 
-    /// Whether a frame is left out: any of them may be, so that a table has roles without end.
-    #[inline]
-    pub(crate) const fn has_hole(self) -> bool {
-        self.0 >> Self::HOLE_SHIFT != 0
-    }
-
     /// Whether no entry leads to that frame, whatever L1's tables say.
     #[inline]
     pub(crate) const fn leaves_out(self, gfn: Gfn) -> bool {

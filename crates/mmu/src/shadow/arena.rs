@@ -7,6 +7,11 @@
 //! would be `unsafe` or a reference count; a number is checked where it is used, and two of them fit into the 64
 //! bits that an entry has beside it. That is what bounds their count ([`MOST_PAGES`]).
 //!
+//! Why two kinds of chains: a write to a table asks for all pages of its frame, and walks them with interrupts off. A
+//! frame has roles without end, though: a hypervisor chooses frames to be left out, a VMM the address widths of vCPUs. So
+//! those that are ever asked for by their frame alone lie in its own chain, [`MOST_LISTED`] at most; all others, in
+//! chains by frame and role, and nobody relies on being told of writes for them.
+//!
 //! Why a page that is given up is retired first: another CPU may hold its address in a paging-structure cache until
 //! it is flushed. If it became another table before that, the CPU would read the new entries as the old table's.
 
@@ -35,10 +40,10 @@ const MOST_PAGES: usize = 1 << 22;
 /// debug builds, so that tests come to the end of it.
 pub(super) const MOST_PARENTS: u32 = if cfg!(debug_assertions) { 6 } else { 1 << 12 };
 
-/// Pages of one frame that leave frames out and that no vCPU holds, at most. They lie in one chain, whatever its key:
-/// L1 chooses the frames that it has left out, and each is a role of its own for all of its tables. Few in debug builds,
-/// so that tests come to the end of it.
-pub(super) const MOST_WITH_HOLES: usize = if cfg!(debug_assertions) { 16 } else { 256 };
+/// Pages of one frame that a write to its table finds, at most. Whoever looks for them has interrupts off, perhaps. As
+/// many as the vCPUs of a usual guest have roles for a table, several times over: two or three of rights, times those of
+/// CR0.WP. Few in debug builds, so that tests come to the end of it.
+pub(super) const MOST_LISTED: usize = if cfg!(debug_assertions) { 3 } else { 64 };
 
 #[inline]
 pub(super) const fn node(page: PageId, index: usize) -> Node {
@@ -144,8 +149,11 @@ pub(super) struct ShadowPage {
     pub(super) patience: Cell<u8>,
     /// Waits to be settled.
     pub(super) queued: Cell<bool>,
-    /// The walk that looked here last.
-    pub(super) seen: Cell<u32>,
+    /// The walk that looked here last. Of 64 bits: were a number met twice, a page that was seen in the walk of before
+    /// would be passed by, and what is stale in it outlive a flush.
+    pub(super) seen: Cell<u64>,
+    /// Lies in its frame's own chain, where a write to its table finds it. What does not is never settled.
+    listed: Cell<bool>,
     /// Next in its hash chain, or in the list of free or retired pages.
     next: Cell<PageId>,
     older: Cell<PageId>,
@@ -177,6 +185,7 @@ impl ShadowPage {
             patience: Cell::new(0),
             queued: Cell::new(false),
             seen: Cell::new(0),
+            listed: Cell::new(false),
             next: Cell::new(0),
             older: Cell::new(0),
             newer: Cell::new(0),
@@ -227,6 +236,12 @@ impl ShadowPage {
         }
     }
 
+    /// Whether a write to its table finds the page.
+    #[inline]
+    pub(super) fn is_listed(&self) -> bool {
+        self.listed.get()
+    }
+
     /// Whether an entry is a link to another page.
     #[inline]
     pub(super) fn is_link(&self, index: usize) -> bool {
@@ -258,9 +273,9 @@ pub(super) struct Arena {
     /// What is read where a number leads nowhere.
     none: KBox<ShadowPage>,
     chains: Vec<Cell<PageId>>,
-    /// What spreads frames over the chains: odd, and unknown to the guest, which chooses the frames of its
-    /// tables and could put them all into one chain.
-    key: u64,
+    /// What spreads pages over the chains: odd, and unknown to the guest, which chooses the frames of its tables, and
+    /// a part of their roles, and could put them all into one chain.
+    keys: [u64; 2],
     free: Cell<PageId>,
     free_count: Cell<PageId>,
     retired: Cell<PageId>,
@@ -274,8 +289,8 @@ pub(super) struct Arena {
 }
 
 impl Arena {
-    /// No pages. `key`: unknown to the guest.
-    pub(super) fn new(key: u64) -> Result<Self, NoMemory> {
+    /// No pages. `keys`: unknown to the guest.
+    pub(super) fn new(keys: [u64; 2]) -> Result<Self, NoMemory> {
         let mut chains = Vec::new();
         chains.try_reserve_exact(CHAINS)?;
         chains.resize_with(CHAINS, || Cell::new(0));
@@ -283,8 +298,8 @@ impl Arena {
             pages: Vec::new(),
             none: KBox::new(ShadowPage::new()?)?,
             chains,
-            // Odd, or the low bits of the frame would be lost in the product.
-            key: key | 1,
+            // Odd, or the highest bits of frame and role would be lost in the products.
+            keys: keys.map(|key| key | 1),
             free: Cell::new(0),
             free_count: Cell::new(0),
             retired: Cell::new(0),
@@ -296,16 +311,31 @@ impl Arena {
         })
     }
 
-    /// The chain that pages for a frame are in: the upper bits of a product, as close to evenly as for any
-    /// choice of frames that knows nothing of the key.
+    /// The chain that the listed pages of a frame are in.
     #[inline]
-    fn chain_of(&self, gfn: Gfn) -> usize {
-        (gfn.0.wrapping_mul(self.key) >> (64 - CHAIN_BITS)) as usize & (CHAINS - 1)
+    fn chain_of(&self, gfn: Gfn) -> &Cell<PageId> {
+        self.chain_by(gfn, 0)
     }
 
-    /// Pages in the longest chain.
-    #[cfg(test)]
-    fn longest_chain(&self) -> usize {
+    /// The chain that the other pages of a frame in a role are in.
+    #[inline]
+    fn chain_of_role(&self, gfn: Gfn, role: Role) -> &Cell<PageId> {
+        self.chain_by(gfn, role.bits())
+    }
+
+    #[inline]
+    fn chain_by(&self, gfn: Gfn, bits: u64) -> &Cell<PageId> {
+        let [first, second] = self.keys;
+        let sum = gfn.0.wrapping_mul(first).wrapping_add(bits.wrapping_mul(second));
+        // The upper half over the lower one, and a second product: of a sum alone, frames or roles at equal distances
+        // would go into a few chains under some keys.
+        let spread = (sum ^ sum >> 32).wrapping_mul(first);
+        // There are as many as CHAIN_BITS can tell apart.
+        self.chains.get((spread >> (64 - CHAIN_BITS)) as usize).unwrap_or(&self.none.next)
+    }
+
+    /// Pages in the longest chain, for tests.
+    pub(super) fn longest_chain(&self) -> usize {
         let length = |chain: &Cell<PageId>| {
             let next = |id: &PageId| Some(self.page(*id).next.get()).filter(|id| *id != 0);
             core::iter::successors(Some(chain.get()).filter(|id| *id != 0), next).count()
@@ -450,7 +480,18 @@ impl Arena {
     /// The page that shadows a frame in a role.
     #[inline]
     pub(super) fn find(&self, gfn: Gfn, role: Role) -> Option<PageId> {
-        let mut id = self.chains.get(self.chain_of(gfn))?.get();
+        // Most of those that may be listed are.
+        if role.may_settle()
+            && let Some(id) = self.find_in(self.chain_of(gfn), gfn, role)
+        {
+            return Some(id);
+        }
+        self.find_in(self.chain_of_role(gfn, role), gfn, role)
+    }
+
+    #[inline]
+    fn find_in(&self, chain: &Cell<PageId>, gfn: Gfn, role: Role) -> Option<PageId> {
+        let mut id = chain.get();
         while id != 0 {
             let page = self.page(id);
             if page.gfn.get() == gfn && page.role.get() == role {
@@ -461,33 +502,15 @@ impl Arena {
         None
     }
 
-    /// How many pages of a frame leave frames out and are held by no vCPU, and the oldest of them.
-    pub(super) fn with_holes(&self, gfn: Gfn) -> (usize, Option<PageId>) {
-        let (mut count, mut oldest) = (0, None);
-        let mut id = self.chains.get(self.chain_of(gfn)).map_or(0, Cell::get);
-        while id != 0 {
-            let page = self.page(id);
-            if page.gfn.get() == gfn && page.role.get().has_hole() && page.roots.get() == 0 {
-                count += 1;
-                // The chain is in order of age, newest first, so that the last one met is the
-                // oldest.
-                oldest = Some(id);
-            }
-            id = page.next.get();
-        }
-        (count, oldest)
-    }
-
-    /// Calls `each` for every page made from the guest table in a frame, in whatever role.
+    /// Calls `each` for the listed pages made from the guest table in a frame: [`MOST_LISTED`] at most.
     pub(super) fn for_table(&self, gfn: Gfn, mut each: impl FnMut(PageId, &ShadowPage)) {
-        let mut id = self.chains.get(self.chain_of(gfn)).map_or(0, Cell::get);
+        let mut id = self.chain_of(gfn).get();
         while id != 0 {
             let page = self.page(id);
             // Read before the call, which may take the page out of the chain.
             let next = page.next.get();
-            // A direct page is made from no table: writes to the frame that it begins with change
-            // nothing of it.
-            if page.gfn.get() == gfn && !page.role.get().is_direct() {
+            // Pages of other frames, and those of some frame and role, may be in the chain by chance.
+            if page.gfn.get() == gfn && page.listed.get() {
                 each(id, page);
             }
             id = next;
@@ -516,10 +539,13 @@ impl Arena {
         page.patience.set(0);
         page.queued.set(false);
         page.seen.set(0);
-        // Newest first in its chain; with_holes() goes by that.
-        if let Some(chain) = self.chains.get(self.chain_of(gfn)) {
-            page.next.set(chain.replace(id));
+        let mut listed = 0;
+        if role.may_settle() {
+            self.for_table(gfn, |_, _| listed += 1);
         }
+        // Whoever comes late stays in doubt for good, which costs comparing and nothing else.
+        page.listed.set(role.may_settle() && listed < MOST_LISTED);
+        page.next.set(self.chain_with(page).replace(id));
         self.push_newest(id);
         Some(id)
     }
@@ -537,10 +563,17 @@ impl Arena {
         self.used.set(self.used.get().saturating_sub(1));
     }
 
+    /// The chain that a page is in, or is to be.
+    fn chain_with(&self, page: &ShadowPage) -> &Cell<PageId> {
+        match page.gfn.get() {
+            gfn if page.listed.get() => self.chain_of(gfn),
+            gfn => self.chain_of_role(gfn, page.role.get()),
+        }
+    }
+
     fn unchain(&self, id: PageId) {
         let page = self.page(id);
-        let Some(chain) = self.chains.get(self.chain_of(page.gfn.get())) else { return };
-        let mut place = chain;
+        let mut place = self.chain_with(page);
         while place.get() != 0 {
             if place.get() == id {
                 place.set(page.next.get());
@@ -650,8 +683,13 @@ impl Arena {
 mod tests {
     use super::*;
 
-    fn arena(key: u64, pages: usize) -> Arena {
-        let mut arena = Arena::new(key).unwrap();
+    use crate::grant::Grant;
+    use crate::nested::Tables;
+    use crate::role::{AddressSpace, EptOffer, PagingContext};
+    use x86::{Cr0, Cr4, Efer};
+
+    fn arena(keys: [u64; 2], pages: usize) -> Arena {
+        let mut arena = Arena::new(keys).unwrap();
         arena.add_room(&mut Vec::with_capacity(pages + 1));
         for _ in 0..pages {
             assert!(arena.add(KBox::new(ShadowPage::new().unwrap()).unwrap()).is_none());
@@ -659,38 +697,124 @@ mod tests {
         arena
     }
 
-    fn longest_with(key: u64, frames: impl Iterator<Item = u64>) -> usize {
-        let arena = arena(key, 256);
-        for gfn in frames.take(256) {
-            arena.create(Gfn(gfn), Role::default()).unwrap();
+    const PAGES: usize = 256;
+
+    /// The longest chain that pages make under the arena's keys. All of them are free again afterwards.
+    fn longest_of(arena: &Arena, pages: impl Iterator<Item = (u64, Role)>) -> usize {
+        let mut made = Vec::new();
+        for (gfn, role) in pages.take(PAGES) {
+            let id = arena.create(Gfn(gfn), role).unwrap();
+            assert_eq!(arena.find(Gfn(gfn), role), Some(id));
+            let mut listed = 0;
+            arena.for_table(Gfn(gfn), |_, _| listed += 1);
+            assert!(listed <= MOST_LISTED);
+            made.push(id);
         }
-        arena.longest_chain()
+        assert_eq!(arena.used(), PAGES);
+        let longest = arena.longest_chain();
+        made.into_iter().for_each(|id| arena.retire(id));
+        assert_eq!(arena.longest_chain(), 0, "each is found in the chain that it was put into");
+        arena.free_all(arena.take_retired());
+        longest
     }
 
-    /// A guest that knows the key has all its tables in one chain. Without it the same frames, and those at
+    /// How many of 50 pairs of keys make a chain longer than what one frame may add, and a few.
+    fn bad_keys<I: Iterator<Item = (u64, Role)>>(pages: impl Fn() -> I) -> usize {
+        let mut arena = arena([1, 1], PAGES);
+        let bad = |_: &i32| {
+            arena.keys = [(); 2].map(|()| host::random::word() | 1);
+            longest_of(&arena, pages()) > MOST_LISTED + 12
+        };
+        (0..50).filter(bad).count()
+    }
+
+    /// The role of a root of a guest's own, by its address width.
+    fn own_of(width: u8) -> Role {
+        let long = PagingContext {
+            cr0: Cr0::PG | Cr0::WP,
+            cr4: Cr4::PAE,
+            efer: Efer::LMA,
+            maxphyaddr: width,
+            ..PagingContext::default()
+        };
+        Role::of(&long, AddressSpace::Main)
+    }
+
+    /// A guest that knows the keys has all its tables in one chain. Without them the same frames, and those at
     /// equal distances, are spread.
     #[test]
-    fn chains_stay_short_for_frames_that_were_chosen_for_another_key() {
-        const KNOWN: u64 = 0x9e37_79b9_7f4a_7c15;
-        let chosen =
-            || (0u64..1 << 24).filter(|gfn| gfn.wrapping_mul(KNOWN) >> (64 - CHAIN_BITS) == 7);
-        assert_eq!(longest_with(KNOWN, chosen()), 256);
-        let words = || core::iter::repeat_with(host::random::word);
-        let long = |longest: usize| longest > 32;
-        let tries = 50;
-        let bad = words().take(tries).filter(|key| long(longest_with(*key, chosen()))).count();
-        assert!(bad < 5, "{bad} of {tries} keys");
-        for distance in [1, 1 << 9, 1 << 18, 0x1357] {
-            let frames = || (0u64..).map(|n| n * distance);
-            let bad = words().take(tries).filter(|key| long(longest_with(*key, frames()))).count();
-            assert!(bad < 10, "{bad} of {tries} keys at distance {distance:#x}");
+    fn chains_stay_short_for_frames_that_were_chosen_for_other_keys() {
+        const KNOWN: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xd6e8_feb8_6659_fd93];
+        for role in [nested(40, Some(7)), own_of(40)] {
+            let arena = Arena::new(KNOWN).unwrap();
+            let chain = |gfn| {
+                let listed = arena.chain_of(Gfn(gfn));
+                if role.may_settle() { listed } else { arena.chain_of_role(Gfn(gfn), role) }
+            };
+            let first = core::ptr::from_ref(chain(0));
+            let chosen: Vec<_> =
+                (0..1 << 22).filter(|gfn| core::ptr::eq(chain(*gfn), first)).collect();
+            let chosen = || chosen.iter().map(|gfn| (*gfn, role));
+            assert_eq!(longest_of(&self::arena(KNOWN, PAGES), chosen()), PAGES);
+            assert_eq!(bad_keys(chosen), 0);
+            for distance in [1, 1 << 9, 1 << 18, 0x1357] {
+                let bad = bad_keys(|| (0u64..).map(|n| (n * distance, role)));
+                assert_eq!(bad, 0, "keys at distance {distance:#x}");
+            }
         }
+    }
+
+    /// The role of a table of L1's EPT tables.
+    fn nested(width: u8, hole: Option<u64>) -> Role {
+        let tables = Tables::ept(0x1000, &EptOffer { maxphyaddr: width, ..EptOffer::default() });
+        match hole {
+            Some(hole) => tables.role.without_frame(Gfn(hole)).unwrap(),
+            None => tables.role,
+        }
+    }
+
+    /// One frame in roles without end, all of them held by vCPUs or not: frames that L1 leaves out, at any distance;
+    /// address widths of vCPUs, in tables of all levels, of L1's or of the guest's own.
+    #[test]
+    fn a_frame_in_many_roles_is_in_many_chains() {
+        for distance in [1, 2, 512, 1 << 20, 0x1357] {
+            let left_out =
+                || (0..).map(|n| (7, nested(40, Some(n * distance % u64::from(u32::MAX)))));
+            let bad = bad_keys(left_out);
+            assert_eq!(bad, 0, "keys where frames at distance {distance:#x} are left out");
+        }
+        let ways = [false, true].map(|ept| {
+            let of_width = move |width: u8| if ept { nested(width, None) } else { own_of(width) };
+            let roles = move |width| (1..5).map(move |level| (7, of_width(width).at_level(level)));
+            bad_keys(|| (0..64).flat_map(roles))
+        });
+        assert_eq!(ways, [0; 2], "keys for widths");
+    }
+
+    /// Pages that found their frame's chain full are found all the same when it is no longer.
+    #[test]
+    fn pages_beyond_the_frames_own_chain_stay_found() {
+        let arena = arena([1, 3], PAGES);
+        let roles = || (0..64).map(own_of);
+        let made: Vec<_> = roles().map_while(|role| arena.create(Gfn(7), role)).collect();
+        let listed = made.iter().filter(|id| arena.page(**id).is_listed()).count();
+        assert_eq!((made.len(), listed), (64, MOST_LISTED));
+        let (first, rest) = made.split_at(MOST_LISTED);
+        first.iter().for_each(|id| arena.retire(*id));
+        let found: Vec<_> = roles().filter_map(|role| arena.find(Gfn(7), role)).collect();
+        assert_eq!(found, rest);
+        // There is room again.
+        let again = arena.create(Gfn(7), own_of(0)).unwrap();
+        assert!(arena.page(again).is_listed());
+        // What is made from no table of the guest's own asks for no place in it.
+        assert!(!own_of(0).direct_below(Grant::ALL).may_settle());
+        assert!(!nested(40, None).may_settle() && own_of(0).may_settle());
     }
 
     /// A place that was given back is found again, and no other twice.
     #[test]
     fn vacant_places_are_filled() {
-        let mut arena = arena(1, 8);
+        let mut arena = arena([1, 1], 8);
         let given_back: Vec<_> = (0..3).map_while(|_| arena.shrink()).collect();
         assert_eq!(given_back.len(), 3);
         for page in given_back {

@@ -4,7 +4,9 @@ use core::sync::atomic::Ordering;
 
 use x86::Gfn;
 
-use super::arena::{MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of};
+use super::arena::{
+    MOST_LISTED, MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of,
+};
 use super::tables::frame_of;
 use super::{ShadowMmu, State};
 use crate::source::{P, PS, U, W};
@@ -49,6 +51,17 @@ impl ShadowMmu {
         }
         ensure!(listed == nodes, "{listed} leaves in lists, {nodes} in pages");
         Ok(references)
+    }
+
+    /// Pages in the longest of the chains by which they are found.
+    pub fn longest_chain(&self) -> usize {
+        self.lock.lock().arena.longest_chain()
+    }
+
+    /// As if so many walks over pages had taken place.
+    pub fn skip_walks(&self, count: u64) {
+        let guard = self.lock.lock();
+        guard.walk.set(guard.walk.get().wrapping_add(count));
     }
 
     /// Whether the guest's writes to a frame are caught.
@@ -118,6 +131,17 @@ fn audit_page(
     let count = core::iter::successors(first, next).count();
     ensure!(count as u32 == page.parent_count.get(), "{name} has {count} parents, not as counted");
     ensure!(page.parent_count.get() <= MOST_PARENTS, "{name} has too many parents");
+    let (mut among, mut listed) = (false, 0);
+    state.arena.for_table(gfn, |other, _| {
+        listed += 1;
+        among |= other == id;
+    });
+    ensure!(listed <= MOST_LISTED, "{listed} pages are listed of the frame of {name}");
+    ensure!(among == page.is_listed(), "{name} is not listed as it says");
+    ensure!(
+        matches!(page.standing.get(), Standing::Unsync) || role.is_direct() || among,
+        "{name} relies on protection, but no write finds it"
+    );
     if page.standing.get() == Standing::Synced && !role.is_direct() {
         let protected = state.frames.chunk(gfn).is_some_and(|chunk| chunk.is_protected(gfn));
         ensure!(protected, "{name} is in sync, but its table not protected");

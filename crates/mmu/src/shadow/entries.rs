@@ -8,9 +8,7 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::{
-    MOST_PARENTS, MOST_WITH_HOLES, Node, PageId, ShadowPage, Standing, index_of, node, page_of,
-};
+use super::arena::{MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::counters::{add, count};
 use super::frames::Chunk;
 use super::tables::frame_of;
@@ -171,19 +169,14 @@ impl State {
         }
     }
 
-    /// A page for a frame in a role, made if there is none. `None`: no page is free, or there are too many of the frame,
-    /// of which some go before the next is reserved: here another may be on its way to them.
+    /// A page for a frame in a role, made if there is none. `None`: no page is free, of which the caller has seen to it
+    /// before it changed anything, with the lock held since: what it has replaced by then would be told to nobody.
     pub(super) fn obtain(&self, gfn: Gfn, role: Role) -> Option<PageId> {
         // Looked for first: another vCPU may have made the page while this one reserved.
         if let Some(id) = self.arena.find(gfn, role) {
             return Some(id);
         }
-        if role.has_hole()
-            && let (MOST_WITH_HOLES.., Some(oldest)) = self.arena.with_holes(gfn)
-        {
-            self.crowded.set(oldest);
-            return None;
-        }
+        debug_assert!(self.arena.free_count() != 0, "a page that was not counted");
         let id = self.arena.create(gfn, role)?;
         count(&self.counters.created);
         add(&self.counters.pages, 1);
@@ -212,8 +205,7 @@ impl State {
         if standing == Standing::Unsync {
             add(&self.counters.unsync, -1);
         } else if !direct {
-            // The protection may go only with the frame's last page: another role may still rely on
-            // it.
+            // The protection may go only with the last page that may rely on it, in another role.
             let mut others = false;
             self.arena.for_table(gfn, |_, _| others = true);
             if let Some(chunk) = self.frames.chunk(gfn)

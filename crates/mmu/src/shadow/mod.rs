@@ -143,7 +143,7 @@ struct State {
     /// Entries found unchanged that make a table worth protecting.
     calm: u32,
     /// The number of this walk over pages; see [`arena::ShadowPage::seen`].
-    walk: Cell<u32>,
+    walk: Cell<u64>,
     /// Entries that it may still compare.
     budget: Cell<u32>,
     /// Pages whose tables are worth protecting, and how many.
@@ -154,8 +154,6 @@ struct State {
     /// Pages whose tables were protected before the flush, and how many.
     settling_pages: [Cell<PageId>; settle::QUEUE],
     settling: Cell<usize>,
-    /// The oldest page of a frame that has as many as it may have; 0 for none.
-    crowded: Cell<PageId>,
 }
 
 // From 1: 0 stands for pages of nobody's.
@@ -172,7 +170,7 @@ impl ShadowMmu {
         // Relaxed: only that no two numbers are equal matters.
         counters.number.store(NUMBERS.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let state = State {
-            arena: Arena::new(host::random::word())?,
+            arena: Arena::new([host::random::word(), host::random::word()])?,
             frames: Frames::default(),
             counters: counters.clone(),
             format,
@@ -185,7 +183,6 @@ impl ShadowMmu {
             pressing: Cell::new(0),
             settling_pages: [const { Cell::new(0) }; settle::QUEUE],
             settling: Cell::new(0),
-            crowded: Cell::new(0),
         };
         Ok(Self { lock: TryLock::new(state), counters })
     }

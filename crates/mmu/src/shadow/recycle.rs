@@ -15,8 +15,6 @@ use crate::tdp::FlushRemote;
 const STOCK: usize = 8;
 /// Pages taken back with one flush.
 const BATCH: usize = 32;
-/// Pages of a crowded frame taken back at once.
-const RELIEF: usize = 8;
 
 impl State {
     /// Takes up to `count` old pages out of use: those that nothing leads to first. How many.
@@ -45,17 +43,6 @@ impl State {
         }
         taken
     }
-
-    /// Takes the oldest pages of a frame out of use that has too many.
-    fn relieve(&self) {
-        // The number may have been used anew since it was noted.
-        let Some(page) = self.arena.used_page(self.crowded.take()) else { return };
-        let gfn = page.gfn.get();
-        for _ in 0..RELIEF {
-            let (_, Some(oldest)) = self.arena.with_holes(gfn) else { return };
-            self.zap(oldest);
-        }
-    }
 }
 
 /// What [`ShadowMmu::reserve`] does next.
@@ -71,7 +58,6 @@ enum Step {
 impl ShadowMmu {
     fn next_step(&self, want: usize) -> Step {
         let guard = self.lock.lock();
-        guard.relieve();
         let arena = &guard.arena;
         if arena.free_count() >= want {
             return Step::Done;

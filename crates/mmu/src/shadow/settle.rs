@@ -55,8 +55,8 @@ impl State {
         }
         self.arena.for_table(gfn, |id, page| {
             let place = self.settling_pages.get(self.settling.get());
-            // More pages of one frame than there are places stay in doubt, which costs comparing
-            // and nothing else.
+            // More pages of one frame than there are places stay in doubt, as those do that are not listed, which
+            // costs comparing and nothing else.
             if page.standing.get() == Standing::Unsync
                 && let Some(place) = place
             {

@@ -45,8 +45,9 @@ enum Look {
 impl State {
     /// Begins a walk over pages: each is looked at once, however many links lead to it.
     fn begin_walk(&self) {
-        // 0 is what a new page has seen, so no walk has that number.
-        self.walk.set(self.walk.get().wrapping_add(1).max(1));
+        // From 1 on: 0 is what a new page has seen. At a thousand million walks a second the last number is met after
+        // 500 years.
+        self.walk.set(self.walk.get().wrapping_add(1));
         self.budget.set(BUDGET);
     }
 
@@ -164,6 +165,7 @@ impl State {
             self.pressing.set(self.pressing.get().saturating_add(work));
         } else if calm >> page.patience.get() >= self.calm
             && page.standing.get() == Standing::Unsync
+            && page.is_listed()
         {
             self.enqueue(id, page);
         }

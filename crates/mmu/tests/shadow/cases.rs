@@ -203,6 +203,55 @@ fn a_write_while_a_table_settles_keeps_it_in_doubt() {
     machine.audit();
 }
 
+/// One table below entries of all rights is as many pages, more than a write to it finds: the others are looked at by
+/// each flush.
+#[test]
+fn a_write_to_a_table_in_many_roles_is_noticed_in_all_of_them() {
+    let machine = machine();
+    machine.shadow.set_calm(1);
+    let ways = 8..16;
+    let read = |n: usize| machine.access(0, (n as u64) << 21 | page(16), READ);
+    for n in ways.clone() {
+        let bits = [1 << 1, 1 << 2, NX].iter().enumerate();
+        let taken = bits.fold(0, |all, (i, bit)| if n >> i & 1 != 0 { all | bit } else { all });
+        machine.poke(3, n, 4 << 12 | FULL & !(taken & 6) | taken & NX);
+    }
+    machine.access(0, page(4), WRITE).unwrap();
+    assert!(ways.clone().all(|n| read(n).is_ok()));
+    for round in 0..3 {
+        machine.flush(0);
+        machine.settle();
+        assert!(machine.shadow.is_protected(Gfn(4)));
+        machine.audit();
+        assert!(ways.clone().all(|n| read(n).is_ok()));
+        // Through the guest's mapping of the table: it is noticed once, in all pages.
+        machine.access(0, page(4), WRITE).unwrap();
+        assert!(!machine.shadow.is_protected(Gfn(4)));
+        machine.audit();
+        machine.poke(4, 16, 0);
+        machine.flush(0);
+        for n in ways.clone() {
+            assert!(read(n).is_err(), "{n} in round {round}");
+        }
+        machine.poke(4, 16, 16 << 12 | FULL);
+        assert!(ways.clone().all(|n| read(n).is_ok()));
+        // Having been protected in vain, it waits longer.
+        (0..200).for_each(|_| machine.flush(0));
+    }
+}
+
+/// A flush looks at a page however many flushes came since the last one that did.
+#[test]
+fn a_page_that_was_seen_long_ago_is_looked_at_again() {
+    let machine = machine();
+    machine.access(0, page(16), WRITE).unwrap();
+    machine.flush(0);
+    machine.poke(4, 16, 0);
+    machine.shadow.skip_walks((1 << 32) - 1);
+    machine.flush(0);
+    assert!(machine.access(0, page(16), WRITE).is_err());
+}
+
 #[test]
 fn a_large_page_gives_way_where_a_table_in_it_is_protected() {
     let machine = machine();
