@@ -428,6 +428,13 @@ fn pages_are_made_once_and_not_for_shadow_paging() {
     let early = bench.memory.nested_switch(bench.cpus.by(0), &mut roots, &bench.tables());
     assert_eq!(early, Err(MemoryError::NoMemory));
     assert!(bench.memory.nested_release(&mut roots));
+    // Those of another memory are held there, whether this one has pages or not.
+    let other = Bench::new(true, 0);
+    other.memory.prepare_nested(&other.cpus).unwrap();
+    let by = other.cpus.by(0);
+    other.memory.nested_switch(by, &mut roots, &other.tables()).unwrap();
+    assert!(!bench.memory.nested_release(&mut roots) && !roots.is_empty());
+    assert!(other.memory.nested_release(&mut roots) && roots.is_empty());
     bench.memory.prepare_nested(&bench.cpus).unwrap();
     let made = core::ptr::from_ref(bench.memory.nested().unwrap());
     bench.memory.prepare_nested(&bench.cpus).unwrap();

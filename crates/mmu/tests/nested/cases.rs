@@ -343,7 +343,8 @@ fn roots_of_another_memory_are_neither_used_nor_let_go() {
     assert_eq!(refused, NestedSwitch::Refused);
     assert!(!other.shadow.lock().nested_release(roots));
     assert_eq!((one.audit(), other.audit()), (held, held));
-    assert!(roots.current().is_some());
+    assert!(roots.current().is_some() && !roots.is_empty());
+    assert!(one.shadow.lock().nested_release(roots) && roots.is_empty());
 }
 
 /// L2's own tables: in L2's frames 8 to 11, which are L1's frames 8 to 11; its page 0x5000 is frame 30.

@@ -186,6 +186,17 @@ impl<B: Backend> Vcpu<B> {
         stage.refused = None;
     }
 
+    /// Whether the hardware may be entered: L2 alone has tables of L1's, and those that its control block names now were
+    /// looked at, and their root found. For assertions.
+    pub(crate) fn follows_l1_tables(&self) -> bool {
+        match wanted_tables(&self.b) {
+            None => true,
+            Some(wanted) => {
+                !self.mmu.roots.is_due() && self.mmu.l1_tables() == read_tables(&self.cpuid, wanted)
+            }
+        }
+    }
+
     /// Right after L2 was entered inside the loop: gives it its root.
     #[inline]
     pub(super) fn nested_root_in_loop(&mut self, s: Section<'_>) -> Next {
@@ -264,7 +275,9 @@ impl<B: Backend> Vcpu<B> {
             Ok(root) => root,
             Err(_) => {
                 // They may be of the memory of the other mode.
-                vm.memory_in(space.other()).nested_release(&mut stage.roots);
+                if !vm.memory_in(space.other()).nested_release(&mut stage.roots) {
+                    return Err(NoMemory);
+                }
                 memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
             }
         };
@@ -277,9 +290,9 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn drop_nested_roots(&mut self) {
         let Self { vm, mmu, .. } = self;
         let Some(stage) = &mut mmu.stage else { return };
-        for space in AddressSpace::ALL {
-            vm.memory_in(space).nested_release(&mut stage.roots);
-        }
+        let mut spaces = AddressSpace::ALL.into_iter();
+        let gone = spaces.any(|space| vm.memory_in(space).nested_release(&mut stage.roots));
+        debug_assert!(gone, "roots of a memory that is not this VM's");
     }
 }
 

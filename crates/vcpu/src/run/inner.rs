@@ -204,6 +204,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     fn loop_until_left(&mut self, s: Section<'_>) -> Left {
         loop {
+            debug_assert!(self.follows_l1_tables(), "L2 without the root of its tables");
             self.b.enter(&mut self.gprs);
             let left = 'answered: {
                 // Whatever has a say before an exit gets its neutral form is one bit of this word.

@@ -174,7 +174,12 @@ impl VmMemory {
     }
 
     /// Lets go of a vCPU's roots. `false`: they are of another memory, which must be asked.
+    #[must_use = "roots of another memory are held still"]
     pub fn nested_release(&self, roots: &mut NestedRoots) -> bool {
-        self.nested().is_none_or(|nested| nested.lock().nested_release(roots))
+        match self.nested() {
+            Some(nested) => nested.lock().nested_release(roots),
+            // Without pages it has no roots; another memory may.
+            None => roots.is_empty(),
+        }
     }
 }

@@ -105,6 +105,7 @@ impl ShadowGuard<'_> {
 
     /// Lets go of all roots: before `roots` is dropped, and when what CPUID or the VMX capabilities say
     /// changes. `false`: they are of another memory, which must be asked.
+    #[must_use = "roots of another memory are held still"]
     pub fn nested_release(&mut self, roots: &mut NestedRoots) -> bool {
         self.state.nested_release(roots)
     }

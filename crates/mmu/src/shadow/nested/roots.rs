@@ -57,6 +57,12 @@ impl NestedRoots {
         self.cache.current().map(|held| held.root)
     }
 
+    /// Whether nothing is held: only then may it be dropped.
+    #[inline]
+    pub const fn is_empty(&self) -> bool {
+        self.owner == 0
+    }
+
     /// All of L2's translations are flushed: INVEPT of all, TLB_CONTROL. Takes effect with the next
     /// [`super::super::ShadowGuard::nested_switch`] of each root.
     #[inline]
@@ -196,7 +202,7 @@ impl State {
     pub(super) fn nested_release(&self, roots: &mut NestedRoots) -> bool {
         if roots.owner != self.counters.number() {
             // Numbers of pages mean something else here.
-            return roots.owner == 0;
+            return roots.is_empty();
         }
         while let Some(old) = roots.cache.take() {
             self.let_go_nested(&old);
