@@ -25,6 +25,7 @@ impl From<Result<(), String>> for Verdict {
 #[derive(Default)]
 pub struct Tally {
     pub passed: u64,
+    /// Each with how its reason begins: the end of a log is what is looked at first, and at times all there is of it.
     pub failed: Vec<String>,
     pub skipped: Vec<String>,
 }
@@ -47,7 +48,7 @@ impl Tally {
                 if reason.lines().nth(LINES).is_some() {
                     println!("      …");
                 }
-                self.failed.push(name.to_owned());
+                self.failed.push(format!("{name}: {}", beginning(&reason)));
             }
         }
     }
@@ -72,10 +73,29 @@ impl Tally {
     }
 }
 
+/// How a reason begins.
+fn beginning(reason: &str) -> String {
+    reason.lines().next().unwrap_or_default().chars().take(160).collect()
+}
+
 fn colours() -> (&'static str, &'static str, &'static str) {
     if std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none() {
         ("\x1b[32m", "\x1b[31m", "\x1b[0m")
     } else {
         ("", "", "")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_failed_is_told_with_how_its_reason_begins() {
+        let mut tally = Tally::default();
+        tally.record("a", Ok(()));
+        tally.record("b", Err(format!("{}\nthe rest", "x".repeat(200))));
+        assert_eq!(tally.failed, [format!("b: {}", "x".repeat(160))]);
+        assert!(!tally.finish());
     }
 }
