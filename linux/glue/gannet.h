@@ -272,6 +272,7 @@ bool gnt_detects_split_locks(void);
 bool gnt_guest_split_lock(u64 rip);
 u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
+void gnt_load_data_selectors(u16 ds, u16 es);
 void gnt_load_task_register(void);
 void gnt_hostcpu_init(void);
 void gnt_perf_init(void);

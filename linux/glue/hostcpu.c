@@ -104,6 +104,13 @@ void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt)
 	load_gs_index(gs);
 }
 
+/* User space's, perhaps of its local table: null where their descriptors have gone meanwhile, as in FS and GS. */
+void gnt_load_data_selectors(u16 ds, u16 es)
+{
+	loadsegment(ds, ds);
+	loadsegment(es, es);
+}
+
 void gnt_load_task_register(void)
 {
 	force_reload_TR();

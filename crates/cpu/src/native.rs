@@ -20,6 +20,7 @@ unsafe extern "C" {
     fn gnt_svm_off();
     fn gnt_host_selectors() -> u64;
     fn gnt_load_host_selectors(fs: u16, gs: u16, ldt: u16);
+    pub(crate) fn gnt_load_data_selectors(ds: u16, es: u16);
     fn gnt_load_task_register();
 }
 
@@ -34,8 +35,11 @@ mod outside {
         0
     }
     pub unsafe fn gnt_load_host_selectors(_: u16, _: u16, _: u16) {}
+    pub(crate) unsafe fn gnt_load_data_selectors(_: u16, _: u16) {}
     pub unsafe fn gnt_load_task_register() {}
 }
+#[cfg(not(target_os = "none"))]
+pub(crate) use outside::gnt_load_data_selectors;
 #[cfg(not(target_os = "none"))]
 use outside::{
     gnt_host_selectors, gnt_load_host_selectors, gnt_load_task_register, gnt_svm_off, gnt_svm_on,

@@ -6,7 +6,7 @@ use backend::Gprs;
 use core::arch::{asm, global_asm};
 use x86::{Cr0, Cr4, Hpa};
 
-use crate::Native;
+use crate::{Native, native::gnt_load_data_selectors};
 
 /// What the world switch is told beside the general registers. `linux/vmx_enter.S` knows the
 /// offsets.
@@ -70,9 +70,10 @@ pub trait VmxCpu {
     fn cr3(&self) -> u64;
     /// MOV from CR4; for readers that have no exclusive access.
     fn cr4_now(&self) -> Cr4;
-    /// DS and ES.
+    /// DS and ES, which are user space's: the kernel leaves them alone.
     fn data_selectors(&self) -> (u16, u16);
-    /// Loads DS and ES.
+    /// Loads DS and ES of this thread, which a VM exit has made null, with what [`data_selectors`](Self::data_selectors) said since
+    /// interrupts went off. A selector whose descriptor has gone becomes null.
     fn load_data_selectors(&mut self, ds: u16, es: u16);
 }
 
@@ -291,11 +292,8 @@ impl VmxCpu for Native {
     }
 
     fn load_data_selectors(&mut self, ds: u16, es: u16) {
-        // SAFETY: the values were in these registers of the same thread; both are descriptors of
-        // the GDT or null, for the kernel keeps no others there.
-        unsafe {
-            asm!("mov ds, {:e}", "mov es, {:e}", in(reg) u32::from(ds), in(reg) u32::from(es),
-                 options(nostack, preserves_flags));
-        }
+        // SAFETY: the values were read on this CPU while the same thread ran. They are user space's, for the kernel leaves them
+        // alone: one that has become invalid meanwhile is replaced by the null selector.
+        unsafe { gnt_load_data_selectors(ds, es) }
     }
 }

@@ -188,6 +188,25 @@ fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
     }
 }
 
+/// On Intel an exit makes DS and ES null, and what is loaded behind the loop are those of now: a selector whose descriptor has
+/// gone would fault in the kernel. The model CPU asserts it.
+#[test]
+fn data_selectors_are_those_of_now() {
+    let mut v = rig::vmx::vcpu();
+    let b = v.backend();
+    host::std_port::test::set_uses_ldt(true);
+    b.begin_run();
+    for data in [(7, 0), (0, 0x4f), (0, 0), (7, 7)] {
+        b.cpu().inner().vmx.data = data;
+        b.cpu().inner().moved.selectors = Selectors { fs: 0x4f, gs: 7, ldt: 0x50 };
+        b.load(0);
+        let before = b.cpu().counts();
+        b.unload(Onward::ToGuest);
+        assert_eq!(b.cpu().counts().since(&before).of(Op::Selectors), 2);
+    }
+    host::std_port::test::set_uses_ldt(false);
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Act {
     /// Into the loop, calls of the kernel in it, out of it.

@@ -48,7 +48,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     }
 
     fn begin_run(&mut self) {
-        // Once a run: within KVM_RUN the thread's FS, GS and selectors do not change.
+        // Once a run: within KVM_RUN the thread's bases do not change, nor its selectors but for those of a local table.
         *self.host = HostThread::read(&mut self.cpu);
     }
 
@@ -94,8 +94,9 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
         }
-        // An exit loads no LDTR: what the process has is put back behind the loop.
-        // A process that has an LDT may change it under this thread.
+        // An exit loads no LDTR and makes DS and ES null: what the process has is put back behind the loop.
+        // A process that has an LDT may change it under this thread, by an interrupt; the kernel empties then what names
+        // a descriptor that has gone. From here on interrupts are off.
         if hostcpu::uses_ldt() {
             self.host.read_selectors(&mut self.cpu);
         }
@@ -175,13 +176,16 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         }
         // An exit leaves DR7 without breakpoints and the GDT's limit at 64 KiB (§28.5): the kernel has others.
         hostcpu::left_vmx();
-        // Behind KERNEL_GS_BASE, and before interrupts: the kernel's own GS is in place all the time.
-        self.restore_selectors();
         if let Some(here) = self.vmcs.here() {
+            // Before all that could fault: from here on the ways into the kernel are the kernel's, or somebody sees to that.
             match onward {
                 Onward::ToGuest => here.user_return.left(&mut self.cpu),
                 Onward::ToUser => here.user_return.left_for_user(&mut self.cpu),
             }
+        }
+        // Behind KERNEL_GS_BASE, and before interrupts: the kernel's own GS is in place all the time.
+        self.restore_selectors();
+        if let Some(here) = self.vmcs.here() {
             // Last: nothing may be read of it any more.
             self.vmcs.give_up_unnoted(&self.cpu, here);
         }

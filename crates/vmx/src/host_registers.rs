@@ -92,9 +92,10 @@ impl HostThread {
         }
     }
 
-    /// Reads the selectors again, which may be others since.
+    /// Reads all selectors again, which may be others since.
     #[inline]
     pub(crate) fn read_selectors<C: Cpu>(&mut self, cpu: &mut C) {
         self.selectors = cpu.selectors();
+        (self.ds, self.es) = cpu.data_selectors();
     }
 }

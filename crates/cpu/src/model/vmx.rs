@@ -105,6 +105,8 @@ pub struct VmxModel {
     pub cr3: u64,
     /// CR4 of the host.
     pub cr4: Cell<Cr4>,
+    /// DS and ES of the thread.
+    pub data: (u16, u16),
     /// The next entry fails.
     pub refuse: bool,
     /// What the guest writes to SPEC_CTRL during its next run, without an exit.
@@ -319,7 +321,10 @@ impl VmxCpu for Model {
         self.vmx.cr4.get()
     }
     fn data_selectors(&self) -> (u16, u16) {
-        (0, 0)
+        self.vmx.data
     }
-    fn load_data_selectors(&mut self, _ds: u16, _es: u16) {}
+    fn load_data_selectors(&mut self, ds: u16, es: u16) {
+        // Without what the kernel's macros do about it this would be a fault in the kernel.
+        assert_eq!((ds, es), self.vmx.data, "selectors of before");
+    }
 }

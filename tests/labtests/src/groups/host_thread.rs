@@ -22,6 +22,7 @@ tests!("host_thread":
     a_selector_of_the_local_table_survives,
     a_local_selector_that_has_gone_harms_nobody,
     the_local_table_may_change_while_a_guest_runs,
+    a_local_data_selector_may_go_while_a_guest_runs,
     threads_with_bases_of_their_own_keep_them,
     a_child_of_the_thread_has_its_segments,
     the_ways_into_the_kernel_survive,
@@ -226,6 +227,65 @@ fn the_local_table_may_change_while_a_guest_runs() -> Outcome {
         holds("changes", turns > 0, turns)?;
         result
     })
+}
+
+fn data_selectors() -> (u16, u16) {
+    let (ds, es): (u16, u16);
+    // SAFETY: reads registers.
+    unsafe {
+        asm!("mov {:x}, ds", "mov {:x}, es", out(reg) ds, out(reg) es, options(nomem, nostack))
+    };
+    (ds, es)
+}
+
+fn load_data_selectors(selector: u16) {
+    // SAFETY: code of 64 bits uses neither; the selector names a data segment, or is null.
+    unsafe { asm!("mov ds, {0:x}", "mov es, {0:x}", in(reg) selector, options(nostack)) };
+}
+
+/// The table changes by interrupts, behind which the same KVM_RUN goes on: the kernel empties the registers then.
+fn a_local_data_selector_may_go_while_a_guest_runs() -> Outcome {
+    let guest = hostile(spin())?;
+    let base = low_page()? as u32;
+    let me = crate::machine::threads::Target::new();
+    crate::machine::threads::prepare();
+    me.is_me();
+    for _ in 0..10 {
+        set_local_descriptor(Some(base))?;
+        load_data_selectors(LOCAL);
+        let before = guest.result(0);
+        let (ended, ran) = std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                // The guest has to run, for the kernel to find the selectors away.
+                let began = std::time::Instant::now();
+                while guest.result(0) == before && began.elapsed().as_secs() < 20 {
+                    std::thread::yield_now();
+                }
+                let mut result = Ok(());
+                for _ in 0..20 {
+                    result = result.and(set_local_descriptor(None));
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                    result = result.and(set_local_descriptor(Some(base)));
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+                result = result.and(set_local_descriptor(None));
+                me.kick();
+                result
+            });
+            let ran = guest.vcpu().run();
+            (other.join(), ran)
+        });
+        ended.unwrap_or_else(|_| fail("the other thread died"))?;
+        let _ = ran;
+        let left = data_selectors();
+        load_data_selectors(0);
+        holds(
+            "DS and ES kept or emptied",
+            [left.0, left.1].iter().all(|s| matches!(*s, LOCAL | 0)),
+            left.0,
+        )?;
+    }
+    run_some(&hostile(ask())?)
 }
 
 fn threads_with_bases_of_their_own_keep_them() -> Outcome {
