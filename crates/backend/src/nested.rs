@@ -146,6 +146,11 @@ pub trait Nested: NestedPaging + NestedState {
     fn cr0_of_write(&self, value: Cr0) -> Option<Cr0>;
     /// What a write of CR4 by the level that runs makes of it; see [`cr0_of_write`](Self::cr0_of_write).
     fn cr4_of_write(&self, value: Cr4) -> Option<Cr4>;
+    /// Whether the operation that the processor is in allows L1 these registers, whatever it has now.
+    fn allows(&self, _cr0: Cr0, _cr4: Cr4) -> bool {
+        // SVM is on or off by EFER, and asks nothing else.
+        true
+    }
     /// Executes the instruction that made [`Exit::Virtualization`](crate::Exit::Virtualization), behind which L1
     /// goes on at `next_rip`.
     fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed;

@@ -397,6 +397,39 @@ fn lists_name_msrs_of_the_vcpu() {
     }
 }
 
+/// A startup IPI comes while an entry is made that would wait for one, and whose list is refused: the entry fails, and L1 gets
+/// no exit for the IPI.
+#[test]
+fn a_startup_ipi_does_not_go_before_the_failure_of_the_entry() {
+    const LIST: u64 = 0xe000;
+    for refused in [false, true] {
+        let mut v = vmcs12();
+        v.set(field::GUEST_ACTIVITY, 3);
+        v.set(field::ENTRY_MSR_LOAD_COUNT, 1);
+        v.set(field::ENTRY_MSR_LOAD_ADDR, LIST);
+        let mut machine = Hypervisor::on(features(), &v);
+        machine.put(LIST, 0x2ff);
+        machine.put(LIST + 8, if refused { 2 } else { 0xc06 });
+        let vm = machine.vm.clone();
+        machine.then(move |vmcs, gprs| {
+            let startup = irqchip::Msi { address_lo: 0xfee0_0000, address_hi: 0, data: 0x630 };
+            let _ = vm.irq().signal_msi(&startup);
+            exit(ExitReason::Vmlaunch)(vmcs, gprs);
+        });
+        machine.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        let vmcs = &state[nested_vmx::saved::HEADER..];
+        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        let told = (found.get(field::EXIT_REASON), found.get(field::EXIT_QUALIFICATION));
+        assert_eq!(told, if refused { (0x8000_0022, 1) } else { (4, 0x30) });
+    }
+}
+
 /// What an exit's list asks for and is not to be had is a VMX abort.
 #[test]
 fn an_exit_whose_list_cannot_be_done_shuts_the_vcpu_down() {

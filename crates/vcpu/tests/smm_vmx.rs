@@ -10,13 +10,17 @@ use host::page::Pages;
 use host::std_port::test::set_signal_pending;
 use rig::nested_vmx::{Hypervisor, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
-use x86::vmcs::{ExitReason, field, interruptibility::MOV_SS};
-use x86::{Cr4, Rflags};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use x86::vmcs::interruptibility::{MOV_SS, STI};
+use x86::vmcs::{ExitReason, field};
+use x86::{Cr0, Cr4, Rflags};
 
 const SMBASE: u64 = 0x3_0000;
 const HANDLER: u64 = 0x8000;
-/// CR4 in the area of a CPU with long mode.
+/// CR4, CR0 and RIP in the area of a CPU with long mode.
 const CR4: usize = 0xff48;
+const CR0: usize = 0xff58;
+const RIP: usize = 0xff78;
 /// B0 and "an enabled breakpoint was met".
 const WATCHPOINT: u64 = 0x1001;
 
@@ -34,6 +38,16 @@ impl Machine {
         let space = h.vm.memory_in(mmu::AddressSpace::Smm);
         space.set_region(&region, &**h.vm).unwrap();
         Self { h, smram }
+    }
+
+    /// A word of the save area.
+    fn word(&self, at: usize) -> &AtomicU64 {
+        &self.smram.words()[at / 8]
+    }
+
+    /// Clears bits of a word of the save area, which are set there.
+    fn clears(&self, at: usize, bits: u64) {
+        assert_eq!(self.word(at).fetch_and(!bits, Relaxed) & bits, bits);
     }
 
     /// The guest looks, is interrupted, and user space runs.
@@ -119,15 +133,12 @@ fn rsm_into_l2_without_vmxe_is_a_shutdown() {
         m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP));
         m.h.vcpu.queue_smi();
         m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
-        let word = &m.smram.words()[CR4 / 8];
-        let cr4 = word.load(std::sync::atomic::Ordering::Relaxed);
-        assert_ne!(cr4 & Cr4::VMXE.bits(), 0);
         if vmxe {
             m.h.then(exit(ExitReason::Rsm));
             m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP));
             continue;
         }
-        word.store(cr4 & !Cr4::VMXE.bits(), std::sync::atomic::Ordering::Relaxed);
+        m.clears(CR4, Cr4::VMXE.bits());
         m.h.then(exit(ExitReason::Rsm));
         assert_eq!(m.h.run(), UserExit::Shutdown);
         assert_eq!(m.h.vcpu.backend().cpu().inner().vmx.steps_left(), 0);
@@ -147,4 +158,63 @@ fn a_step_stays_pending_where_user_space_changes_the_mode() {
     m.h.vcpu.restore_events(&events, given);
     m.h.vcpu.restore_smi(&events.smi);
     m.goes_on_with(1 << 14);
+}
+
+/// Nor is L1 in VMX operation without CR4.VMXE, or with what else that does not allow.
+#[test]
+fn rsm_into_vmx_operation_without_vmxe_is_a_shutdown() {
+    for (at, bit, goes_on) in
+        [(CR4, 0, true), (CR4, Cr4::VMXE.bits(), false), (CR0, Cr0::NE.bits(), false)]
+    {
+        let mut m = Machine::new();
+        m.stops(|_| {});
+        let on = m.h.vcpu.regs().rip;
+        m.h.vcpu.queue_smi();
+        m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+        m.clears(at, bit);
+        m.h.then(exit(ExitReason::Rsm));
+        if goes_on {
+            m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), on));
+        } else {
+            assert_eq!(m.h.run(), UserExit::Shutdown);
+        }
+        assert_eq!(m.h.vcpu.backend().cpu().inner().vmx.steps_left(), 0);
+        let mut state = vec![0; m.h.vcpu.nested_state_size().unwrap()];
+        m.h.vcpu.nested_state(&mut state).unwrap();
+        // The address that VMXON was given, or all ones.
+        assert_eq!(state[8..16] == [0xff; 8], !goes_on);
+    }
+}
+
+/// MOV SS holds off NMIs as well, STI does not: RSM goes on in the shadow that there was.
+#[test]
+fn rsm_goes_on_in_the_shadow_that_the_smi_has_found() {
+    for shadow in [0, STI, MOV_SS] {
+        let mut m = Machine::new();
+        m.stops(move |vmcs| {
+            vmcs.set(field::GUEST_RFLAGS, 2 | Rflags::IF.bits());
+            vmcs.set(field::GUEST_INTERRUPTIBILITY, shadow);
+        });
+        m.h.vcpu.queue_smi();
+        m.stops(|vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER);
+            assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & (STI | MOV_SS), 0);
+        });
+        m.h.then(exit(ExitReason::Rsm));
+        m.stops(move |vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & (STI | MOV_SS), shadow);
+        });
+    }
+}
+
+/// In the mode another state is given, whose RSM goes on elsewhere: the watchpoint was of an instruction that is gone.
+#[test]
+fn a_watchpoint_that_is_aside_is_of_its_instruction() {
+    let mut m = Machine::new();
+    m.stops_behind_mov_ss(0);
+    m.h.vcpu.queue_smi();
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+    m.word(RIP).store(0x5000, Relaxed);
+    m.h.then(exit(ExitReason::Rsm));
+    m.goes_on_with(0);
 }

@@ -151,6 +151,12 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
+    /// Whether an NMI is prepared for the next entry, ours or L1's.
+    #[inline]
+    fn injects_nmi(&self) -> bool {
+        self.injecting() && self.get(fields::ENTRY_INTERRUPTION) & event::TYPE == event::NMI
+    }
+
     pub(crate) fn set_shadow(&mut self, on: bool) {
         if on { self.set_shadow_by(ShadowBy::Unknown) } else { self.replace_shadow(0) }
     }
@@ -250,6 +256,9 @@ impl<C: Cpu> Injection for Vmx<C> {
                 // An exit by #DB leaves no step pending, but maybe a shadow.
                 self.match_pending_step();
             }
+        } else if event == Event::Nmi {
+            // Whatever user space says is blocked: an entry refuses to inject one there, and its delivery blocks anew.
+            self.set_nmi_masked(false);
         }
         if has_length(info) {
             if event == Event::Software(Vector(vector::DB)) && self.injects_int1_for_l1() {
@@ -364,6 +373,8 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn set_nmi_masked(&mut self, on: bool) {
+        // Not before one that is prepared: see `inject`.
+        let on = on && !self.injects_nmi();
         let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !interruptibility::NMI;
         let bit = if on { interruptibility::NMI } else { 0 };
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);

@@ -56,7 +56,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Before an entry of L2: it fails, if its list was refused.
-    pub(super) fn fail_at_list(&mut self) -> bool {
+    pub(crate) fn fail_at_list(&mut self) -> bool {
         let done = self.across_levels(|v| {
             v.b.nested_mut()?.fail_at_list(&mut v.gprs, &Whole::new(&v.mmu.memory, None))
         });

@@ -62,8 +62,14 @@ impl<B: Backend> Vcpu<B> {
         let has_tr = cpu.segments.last().is_some_and(Segment::is_present);
         // Without VMXE no CPU is in VMX operation: no exit of L2's could load L1.
         let is_entered = has_tr && cpu.cr4.contains(Cr4::VMXE);
-        if !is_entered && self.cpuid.has(feature::VMX) && self.pending.after_exit.is_nested() {
-            self.abandon_l2();
+        let goes_on = if self.pending.after_exit.is_nested() {
+            is_entered || !self.cpuid.has(feature::VMX)
+        } else {
+            // Nor is there VMX operation with registers that it does not allow.
+            self.b.nested().is_none_or(|nested| nested.allows(cpu.cr0, cpu.cr4))
+        };
+        if !goes_on {
+            self.end_vmx_operation();
             return false;
         }
         if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {

@@ -225,7 +225,8 @@ impl<B: Backend> Vcpu<B> {
     /// INIT and SIPI.
     pub(crate) fn take_start_signals(&mut self) {
         let (init, sipi) = self.shared.take_init_sipi();
-        if self.l2_waits_for_sipi() {
+        // The entry comes first: one whose list is refused has left nobody who waits.
+        if self.l2_waits_for_sipi() && !self.fail_at_list() {
             return self.start_l2(sipi);
         }
         if self.smm.active || (init && self.holds_init()) {

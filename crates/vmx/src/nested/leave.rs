@@ -285,7 +285,12 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::GUEST_RIP, state.rip);
         self.set(fields::GUEST_RFLAGS, state.rflags);
         // An exit leaves blocking of NMIs as it is, but for an NMI's own (SDM vol. 3C §28.5.5).
-        let nmi = self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI;
+        let of_entry = self.get(fields::GUEST_INTERRUPTIBILITY);
+        if of_entry & !interruptibility::NMI != 0 {
+            // L1 has entered behind STI, with a step pending there if it steps. Nothing pends behind an exit (§28.5.5).
+            self.set(fields::GUEST_PENDING_DEBUG, 0);
+        }
+        let nmi = of_entry & interruptibility::NMI;
         let blocks = if state.blocks_nmis { interruptibility::NMI } else { 0 };
         self.set(fields::GUEST_INTERRUPTIBILITY, nmi | blocks);
         // SDM vol. 3C §28.5.1: 400h, and DEBUGCTL 0.

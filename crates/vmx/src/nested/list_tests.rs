@@ -322,32 +322,37 @@ fn an_exit_loads_what_it_has_stored() {
 /// The list of an entry that ends at once, for a priority below L1's threshold, is loaded all the same.
 #[test]
 fn an_entry_that_falls_loads_its_list() {
-    use backend::{Gate, MonitorTrap as _, Waiting};
-    let mut v12 = good();
-    let controls = v12.get(field::PROC_CONTROLS) | 1 << 21 | 1 << 31;
-    set!(
-        v12,
-        PROC_CONTROLS = controls,
-        PROC_CONTROLS2 = 1,
-        VIRTUAL_APIC_ADDR = 0x1_8000,
-        APIC_ACCESS_ADDR = 0x1_9000,
-        TPR_THRESHOLD = 5,
-        ENTRY_MSR_LOAD_COUNT = 1,
-        ENTRY_MSR_LOAD_ADDR = 0x3000
-    );
-    let mut r = Rig::new(&v12, 0xd01);
-    put_list(&r, &[(msr::TSC_ADJUST, 5)]);
-    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
-    r.leave_loop();
-    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::EnteredOwing);
-    assert_eq!(r.next(), loads(msr::TSC_ADJUST, 5));
-    assert_eq!(r.next(), None);
-    assert!(r.v.owes_trap());
-    assert_eq!(r.v.gate(&Waiting::MonitorTrap), Gate::ExitToL1);
-    let done = r.v.exit_to_l1(&mut r.g, &Waiting::MonitorTrap, None, &r.m);
-    assert_eq!(done, Executed::Left);
-    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
-    assert_eq!(v.get(field::EXIT_REASON), 43);
+    use backend::{Asleep as _, Gate, MonitorTrap as _, Waiting};
+    for halted in [0, 1] {
+        let mut v12 = good();
+        let controls = v12.get(field::PROC_CONTROLS) | 1 << 21 | 1 << 31;
+        set!(
+            v12,
+            PROC_CONTROLS = controls,
+            PROC_CONTROLS2 = 1,
+            VIRTUAL_APIC_ADDR = 0x1_8000,
+            APIC_ACCESS_ADDR = 0x1_9000,
+            TPR_THRESHOLD = 5,
+            ENTRY_MSR_LOAD_COUNT = 1,
+            ENTRY_MSR_LOAD_ADDR = 0x3000,
+            GUEST_ACTIVITY = halted
+        );
+        let mut r = Rig::new(&v12, 0xd01);
+        put_list(&r, &[(msr::TSC_ADJUST, 5)]);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+        r.leave_loop();
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::EnteredOwing);
+        assert_eq!(r.next(), loads(msr::TSC_ADJUST, 5));
+        assert_eq!(r.next(), None);
+        assert!(r.v.owes_trap());
+        assert_eq!(r.v.gate(&Waiting::MonitorTrap), Gate::ExitToL1);
+        // The vCPU does not sleep, and says so.
+        r.v.set_activity(None);
+        let done = r.v.exit_to_l1(&mut r.g, &Waiting::MonitorTrap, None, &r.m);
+        assert_eq!(done, Executed::Left);
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::EXIT_REASON), v.get(field::GUEST_ACTIVITY)), (43, halted));
+    }
 }
 
 /// It is told in the place of the exit that the entry injects, which comes behind it.

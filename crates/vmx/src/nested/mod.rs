@@ -265,6 +265,12 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         n.machine.takes_cr4(new.bits()).then_some(new)
     }
 
+    fn allows(&self, cr0: Cr0, cr4: Cr4) -> bool {
+        let allows =
+            |n: &KBox<Nested>| n.machine.takes_cr0(cr0.bits()) && n.machine.takes_cr4(cr4.bits());
+        self.nested.as_ref().is_none_or(allows)
+    }
+
     fn enlighten(&mut self, by: Enlightenment) {
         // Both ways: without a VP assist page there is no enlightened VMCS either.
         self.with_nested(|this, n| {
@@ -447,7 +453,9 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
 
 impl<C: Cpu> backend::Asleep for Vmx<C> {
     fn set_activity(&mut self, sleeps: Option<Sleep>) {
-        if let Some(n) = self.nested.as_mut().filter(|_| self.cold.of_l1.runs) {
+        // L2 that is to fall has executed nothing: it is in the state that its entry has left it in.
+        let runs = |n: &&mut KBox<Nested>| self.cold.of_l1.runs && !n.machine.fall_pending;
+        if let Some(n) = self.nested.as_mut().filter(runs) {
             // vmcs02 says active all the time: it is VMCS12 that L1 reads.
             let state = match sleeps {
                 None => activity_state::ACTIVE,

@@ -138,3 +138,57 @@ fn an_l2_that_the_cpu_has_halted_is_saved_so() {
         assert_eq!(r.v.get(fields::GUEST_ACTIVITY), 0);
     }
 }
+
+/// L1 single-steps VMLAUNCH behind STI, where the step is pending: nothing pends behind an exit (SDM vol. 3C §28.5.5).
+#[test]
+fn what_pends_at_an_entry_does_not_pend_behind_the_exit() {
+    const STI: u32 = 1;
+    const STEP: u64 = 1 << 14;
+    for (fails, by) in [(false, ExitReason::Vmlaunch), (true, ExitReason::Vmlaunch)] {
+        let mut r = Rig::new(&in_state(if fails { 4 } else { 0 }), 0xd01);
+        r.enter(by, |vmcs| {
+            vmcs.set(field::GUEST_RFLAGS, 2 | 1 << 8 | 1 << 9);
+            vmcs.set(field::GUEST_INTERRUPTIBILITY, STI);
+            vmcs.set(field::GUEST_PENDING_DEBUG, STEP);
+        });
+        let done = r.v.execute(&mut r.g, 0, &r.m);
+        if !fails {
+            assert_eq!(done, Executed::Entered);
+            r.enter(ExitReason::Cpuid, |_| {});
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        }
+        assert_eq!(seen(&r).0, if fails { 1 << 31 | 33 } else { 10 });
+        r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY), 0);
+            assert_eq!(vmcs.get(field::GUEST_PENDING_DEBUG), 0);
+        });
+    }
+}
+
+/// L1 without virtual NMIs injects an NMI into a guest that blocks them. User space restores the entry, and the blocking
+/// behind it: the NMI is delivered, and blocks anew.
+#[test]
+fn what_user_space_blocks_does_not_refuse_an_nmi_that_is_injected() {
+    use backend::Injection as _;
+    const BLOCKED: u32 = 8;
+    let mut v = good();
+    v.set(field::ENTRY_INTERRUPTION, 0x8000_0202);
+    v.set(field::GUEST_INTERRUPTIBILITY, BLOCKED);
+    let mut r = Rig::new(&v, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.v.set_nmi_masked_for_l1(true);
+    r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+        assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY), 0);
+        vmcs.set(field::GUEST_INTERRUPTIBILITY, BLOCKED);
+    });
+    // Once it is delivered the word is user space's again.
+    r.v.set_nmi_masked_for_l1(false);
+    assert_eq!(r.v.get(fields::GUEST_INTERRUPTIBILITY), 0);
+    r.v.set_nmi_masked_for_l1(true);
+    assert_eq!(r.v.get(fields::GUEST_INTERRUPTIBILITY), BLOCKED);
+    // One of the vCPU's own, given with the blocking.
+    r.v.inject(backend::Event::Nmi);
+    r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+        assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY), 0);
+    });
+}

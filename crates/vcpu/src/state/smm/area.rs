@@ -4,6 +4,7 @@
 //! mode, as KVM lays it out. Like KVM both have the interrupt shadow in a reserved byte, and no
 //! instruction is ever restarted: the fields for that are zero and are not read.
 
+use backend::ShadowBy;
 use x86::{
     Cr0, Cr4, Efer, Gpa, Rflags,
     segment::{DescriptorTable, Segment, attr},
@@ -38,13 +39,34 @@ pub struct SavedCpu {
     /// `None` in the legacy map.
     pub efer: Option<Efer>,
     pub smbase: u64,
-    pub interrupt_shadow: bool,
+    /// The instruction that has made an interrupt shadow, if there is one.
+    pub shadow: Option<ShadowBy>,
     /// ES, CS, SS, DS, FS, GS, LDTR, TR.
     pub segments: [Segment; 8],
     pub gdtr: DescriptorTable,
     pub idtr: DescriptorTable,
     /// Where L1 describes the guest of its own that ran. `None`: it ran itself. AMD64's map alone.
     pub guest: Option<Gpa>,
+}
+
+/// What the byte of the interrupt shadow says, as KVM has it: bit 0 is MOV SS, bit 1 STI, both are a CPU that does not say.
+fn shadow_byte(shadow: Option<ShadowBy>) -> u8 {
+    match shadow {
+        None => 0,
+        Some(ShadowBy::MovSs) => 1,
+        Some(ShadowBy::Sti) => 2,
+        Some(ShadowBy::Unknown) => 3,
+    }
+}
+
+/// The shadow that the byte says, in which firmware may have written anything.
+fn shadow_of(byte: u8) -> Option<ShadowBy> {
+    match byte {
+        0 => None,
+        1 => Some(ShadowBy::MovSs),
+        2 => Some(ShadowBy::Sti),
+        _ => Some(ShadowBy::Unknown),
+    }
 }
 
 /// Offsets in the AMD64 map.
@@ -152,7 +174,7 @@ pub fn store64(cpu: &SavedCpu, area: &mut Area) {
         put32(area, at + 4, table.limit.into());
         put64(area, at + 8, table.base);
     }
-    put(area, at64::INTERRUPT_SHADOW, [cpu.interrupt_shadow.into()]);
+    put(area, at64::INTERRUPT_SHADOW, [shadow_byte(cpu.shadow)]);
     put32(area, at64::REVISION, REVISION_64.into());
     put32(area, at64::SMBASE, cpu.smbase);
     for (value, at) in [
@@ -187,7 +209,7 @@ pub fn load64(area: &Area, cpu: &mut SavedCpu) {
         table.base = get64(area, at + 8);
     }
     let [shadow] = get(area, at64::INTERRUPT_SHADOW);
-    cpu.interrupt_shadow = shadow != 0;
+    cpu.shadow = shadow_of(shadow);
     cpu.smbase = get32(area, at64::SMBASE).into();
     cpu.efer = Some(Efer::from_bits_retain(get64(area, at64::EFER)));
     // Whatever firmware has left there is checked before it runs.
@@ -217,7 +239,7 @@ pub fn store32(cpu: &SavedCpu, area: &mut Area) {
         put32(area, at + 4, table.limit.into());
         put32(area, at + 8, table.base);
     }
-    put(area, at32::INTERRUPT_SHADOW, [cpu.interrupt_shadow.into()]);
+    put(area, at32::INTERRUPT_SHADOW, [shadow_byte(cpu.shadow)]);
     for (value, at) in [
         (cpu.smbase, at32::SMBASE),
         (REVISION_32.into(), at32::REVISION),
@@ -250,7 +272,7 @@ pub fn load32(area: &Area, cpu: &mut SavedCpu) {
         table.base = get32(area, at + 8).into();
     }
     let [shadow] = get(area, at32::INTERRUPT_SHADOW);
-    cpu.interrupt_shadow = shadow != 0;
+    cpu.shadow = shadow_of(shadow);
     let word = |at| u64::from(get32(area, at));
     cpu.smbase = word(at32::SMBASE);
     // A CPU without long mode has no place for either, and RSM leaves EFER as it is.
@@ -303,7 +325,7 @@ mod tests {
             cr4: Cr4::from_bits_retain(number()),
             efer: wide.then(|| Efer::from_bits_retain(number())),
             smbase: number() & 0xffff_ffff,
-            interrupt_shadow: true,
+            shadow: Some(ShadowBy::Sti),
             segments,
             gdtr,
             idtr,

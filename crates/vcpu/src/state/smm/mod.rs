@@ -63,6 +63,8 @@ pub(crate) struct Smm {
     pub pending: bool,
     /// An INIT waits: for the end of the mode, or until a guest that is a hypervisor lets it in.
     pub latched_init: bool,
+    /// Where it was entered, which is where a pending debug exception that was put aside belongs.
+    pub rip: u64,
 }
 
 /// Where the vCPU's state is saved while it is in the mode.
@@ -218,6 +220,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn save_into(&mut self, area: &mut Area) -> Result<(), NoSaveArea> {
         let mut cpu = self.saved_cpu();
+        self.smm.rip = cpu.rip;
         if !self.cpuid.has(feature::LM) {
             // Its map has no place for L2: no hypervisor runs on such a CPU.
             self.abandon_l2_for_user();
@@ -244,7 +247,7 @@ impl<B: Backend> Vcpu<B> {
             cr4: c.cr4,
             efer: Some(c.efer),
             smbase: self.msrs.store.smbase(),
-            interrupt_shadow: self.b.interrupt_shadow(),
+            shadow: self.b.interrupt_shadow().then(|| self.b.shadow_by()),
             segments: SEGMENTS.map(|name| self.b.segment(name)),
             gdtr: self.b.gdtr(),
             idtr: self.b.idtr(),
@@ -311,8 +314,6 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_nmi_masked(false);
         }
         self.set_smm(false);
-        // Before an L2 is taken back, which has its own. That of the handler is gone with it.
-        self.b.take_debug_back();
         self.restore_from(&area)
     }
 
@@ -323,6 +324,13 @@ impl<B: Backend> Vcpu<B> {
             area::load64(area, &mut cpu);
         } else {
             area::load32(area, &mut cpu);
+        }
+        // Before an L2 is taken back, which has its own. That of the handler is gone with it, and so is one of an instruction
+        // at which RSM does not go on: another state may have been given in the mode.
+        if cpu.rip == self.smm.rip {
+            self.b.take_debug_back();
+        } else {
+            self.b.drop_pending_debug();
         }
         // The handler chooses all of it, and whoever else of the guest may write SMRAM.
         if !cpu.is_a_state(&self.b, &self.cpuid) || !self.take_l2_back(&cpu) {
@@ -365,7 +373,11 @@ impl<B: Backend> Vcpu<B> {
         }
         self.b.set_gdtr(cpu.gdtr);
         self.b.set_idtr(cpu.idtr);
-        self.b.set_interrupt_shadow(cpu.interrupt_shadow);
+        // Behind RFLAGS, which say what STI's may be.
+        match cpu.shadow {
+            Some(by) => self.b.set_interrupt_shadow_by(by),
+            None => self.b.set_interrupt_shadow(false),
+        }
         self.control_changed();
         if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
