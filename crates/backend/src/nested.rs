@@ -135,7 +135,7 @@ pub trait Nested: NestedPaging + NestedState {
     fn is_on(&self, efer: Efer, cr4: Cr4) -> bool;
     /// Whether L1 has turned the instructions on. Else each raises #UD, whatever it is.
     fn is_enabled(&self) -> bool;
-    /// Whether that instruction enters L2.
+    /// Whether that instruction enters L2, or begins the operation in which one can be entered.
     fn enters(&self) -> bool;
     /// Whether that instruction has an operand in L1's linear memory.
     fn has_memory_operand(&self) -> bool;

@@ -72,6 +72,10 @@ pub enum Sleeps {
     WaitForSipi,
 }
 
+/// A pending debug exception that is one: of a step, or of a breakpoint that is enabled (SDM vol. 3C table 25-4).
+const STEP: u64 = 1 << 14;
+const BREAKPOINT: u64 = 1 << 12;
+
 /// What the entry of an L2 that is not active leaves it in. An event that the entry injects wakes it, as does a debug
 /// exception that is pending, and a window of L1's that is open (SDM vol. 3C §27.7.2, §27.7.3, §27.7.5, §27.7.6).
 pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
@@ -86,7 +90,8 @@ pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
     let nmis_open = v.get(field::GUEST_INTERRUPTIBILITY) & interruptibility::NMI == 0;
     // A pending debug exception is delivered right behind the entry; the exit for an open window comes there as well.
     let wakes = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0
-        || v.get(field::GUEST_PENDING_DEBUG) != 0
+        // What is noted of breakpoints is no exception by itself (§27.7.3).
+        || v.get(field::GUEST_PENDING_DEBUG) & (STEP | BREAKPOINT) != 0
         || first.contains(ProcControls::INTERRUPT_WINDOW) && open
         || first.contains(ProcControls::NMI_WINDOW) && nmis_open;
     if wakes { None } else { Some(Sleeps::Halt) }
@@ -302,8 +307,10 @@ mod tests {
         set!(v, ENTRY_INTERRUPTION = 0x8000_0202);
         assert_eq!(sleeps(&v), None);
         let mut v = halted.clone();
-        set!(v, GUEST_PENDING_DEBUG = 1 << 14);
-        assert_eq!(sleeps(&v), None);
+        for (pending, wakes) in [(1 << 14, true), (0x1001, true), (0xf, false)] {
+            set!(v, GUEST_PENDING_DEBUG = pending);
+            assert_eq!(sleeps(&v).is_none(), wakes);
+        }
         let mut v = halted.clone();
         set!(v, PROC_CONTROLS = 1 << 2);
         assert_eq!(sleeps(&v), None);

@@ -218,3 +218,30 @@ fn a_watchpoint_that_is_aside_is_of_its_instruction() {
     m.h.then(exit(ExitReason::Rsm));
     m.goes_on_with(0);
 }
+
+/// VMX operation is what the mode puts aside, and there is no other within it: CR4.VMXE is reserved, and VMXON not there, with
+/// which the guest would be in an operation behind RSM that it has not begun.
+#[test]
+fn the_handler_comes_to_no_vmx_operation() {
+    let mut m = Machine::new();
+    m.h.then(exit(ExitReason::Vmxoff));
+    m.stops(|_| {});
+    m.h.vcpu.queue_smi();
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+    // MOV to CR4 from RAX.
+    m.h.then(|vmcs, gprs| {
+        gprs.0[0] = Cr4::VMXE.bits();
+        exit(ExitReason::CrAccess)(vmcs, gprs);
+        vmcs.set(field::EXIT_QUALIFICATION, 4);
+    });
+    m.stops(|vmcs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0x8000_030d);
+    });
+    assert!(!m.h.vcpu.sregs().cr4.contains(Cr4::VMXE));
+    // User space may set it all the same.
+    let mut sregs = m.h.vcpu.sregs();
+    sregs.cr4 |= Cr4::VMXE;
+    let _ = m.h.vcpu.set_sregs(&sregs, None);
+    m.h.then(exit(ExitReason::Vmxon));
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0x8000_0306));
+}

@@ -78,6 +78,14 @@ pub fn decode(info: u32, error_code: u32) -> Option<Event> {
     })
 }
 
+/// Whether a word names this event, but for what it carries.
+pub(crate) fn is_of(info: u32, event: Event) -> bool {
+    match (decode(info, 0), event) {
+        (Some(Event::Exception(named)), Event::Exception(e)) => named.vector == e.vector,
+        (named, event) => named == Some(event),
+    }
+}
+
 /// Whether the event comes from an instruction, whose length tells where its handler returns to.
 pub(crate) fn has_length(info: u32) -> bool {
     matches!(
@@ -98,6 +106,14 @@ impl<C: Cpu> Vmx<C> {
             // GD is cleared by the delivery of #DB, lest its handler fault at its first access (SDM vol. 3B §18.2.4).
             self.set_dr7(self.dr7().without_general_detect());
         }
+    }
+
+    /// The word with which L1 has injected this event, which is to be injected again: its neutral form does not have all types.
+    #[cold]
+    #[inline(never)]
+    fn take_repeated(&mut self, event: Event) -> Option<u32> {
+        let word = core::mem::take(&mut self.cold.of_l1.repeated);
+        is_of(word, event).then_some(word)
     }
 
     /// The last exit was an INT1, behind which its handler returns.
@@ -237,6 +253,9 @@ impl<C: Cpu> Injection for Vmx<C> {
         // An entry refuses an interrupt in a shadow, and an NMI behind MOV SS (SDM vol. 3C §27.3.1.5).
         self.clear_ended_shadow();
         let mut info = encode(event, self.cr0);
+        if self.cold.of_l1.repeated != 0 {
+            info = self.take_repeated(event).unwrap_or(info);
+        }
         if let Event::Exception(e) = event {
             self.end_halt();
             if let Some(bits) = e.payload {

@@ -47,6 +47,8 @@ pub mod event {
     pub const NMI_UNBLOCKED: u32 = 1 << 12;
     /// The information is valid.
     pub const VALID: u32 = 1 << 31;
+    /// What the three formats have in common.
+    pub const WHOLE: u32 = VALID | ERROR_VALID | TYPE | VECTOR;
 }
 
 /// Bits of the guest's interruptibility state (SDM vol. 3C table 25-3).

@@ -269,6 +269,8 @@ impl<B: Backend> Vcpu<B> {
         }
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
+            // There is no VMX operation within the mode but what it has put aside (SDM vol. 3C §32.14.4).
+            || (self.smm.active && new.contains(Cr4::VMXE))
             // Neither may change under long mode: the tables in use would get another depth.
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
             // CR3's low bits become a tag: they have to be 0 when PCIDs are turned on (SDM vol. 2B).

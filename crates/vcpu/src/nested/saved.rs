@@ -143,7 +143,7 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         self.mmu.forget_fetched_pdptes();
-        self.load_pdptes(c.cr3).is_ok()
+        self.load_own_pdptes(c.cr3).is_ok()
     }
 
     /// PDPTEs are no part of a state of L2's without tables of L1's: they are loaded as soon as memory is there.
@@ -152,7 +152,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.pdptes().is_some()
             && is_pae(c.cr0, c.cr4, c.efer)
             && !has_pdptes_of_l1(&self.b)
-            && self.load_pdptes(c.cr3).is_err()
+            && self.load_own_pdptes(c.cr3).is_err()
         {
             self.rare.pdptes_due = true;
             self.events.outer.set(Outer::NESTED, true);

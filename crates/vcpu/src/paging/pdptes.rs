@@ -115,14 +115,22 @@ impl<B: Backend> Vcpu<B> {
     /// reserved bits.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
-        if self.mmu.shadow.is_none() && self.b.pdptes().is_none() {
-            return Ok(());
-        }
-        if let Some(tables) = self.mmu.l1_tables() {
+        if let Some(tables) = self.mmu.l1_tables()
+            && self.b.pdptes().is_some()
+        {
             // Loaded only when all four were read and are good: a refused write leaves those of before.
             let mut entries = [0; 4];
             self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
             return self.mmu.set_pdptes(&mut self.b, entries, self.cpuid.maxphyaddr());
+        }
+        self.load_own_pdptes(cr3)
+    }
+
+    /// Loads the PDPTEs that lie in the machine's memory behind `cr3`, as an entry of L2 without tables of L1's does.
+    pub(crate) fn load_own_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
+        let base = pdptes_at(cr3);
+        if self.mmu.shadow.is_none() && self.b.pdptes().is_none() {
+            return Ok(());
         }
         let mmu = &mut self.mmu;
         let entries = match mmu.shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {

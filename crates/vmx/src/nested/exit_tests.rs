@@ -338,7 +338,14 @@ fn what_l1_injects_is_injected_again_as_it_is() {
     use zerocopy::FromBytes as _;
     extern crate std;
     use std::vec;
-    for (kind, vector) in [(event::SOFT, 0x80), (event::PRIVILEGED_SOFT_EXCEPTION, 1)] {
+    for (kind, vector) in [
+        (event::SOFT, 0x80),
+        (event::PRIVILEGED_SOFT_EXCEPTION, 1),
+        (event::PRIVILEGED_SOFT_EXCEPTION, 6),
+        (event::EXCEPTION, 3),
+        (event::EXCEPTION, 4),
+        (event::SOFT_EXCEPTION, 3),
+    ] {
         let information = event::VALID | kind | vector;
         let mut v = good();
         v.set(field::ENTRY_INTERRUPTION, information);
@@ -353,8 +360,9 @@ fn what_l1_injects_is_injected_again_as_it_is() {
             });
             assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L0));
             assert!(r.v.repeats_injection());
-            let again = backend::Exits::interrupted_delivery(&r.v);
-            assert_eq!(again, Some(Event::Software(Vector(vector as u8))));
+            let again = backend::Exits::interrupted_delivery(&r.v).unwrap();
+            let soft = again == Event::Software(Vector(vector as u8));
+            assert_eq!(soft, !matches!(kind, event::EXCEPTION | event::SOFT_EXCEPTION));
             if saves {
                 r.leave_loop();
                 let mut state = vec![0; r.v.state_size()];
@@ -365,9 +373,40 @@ fn what_l1_injects_is_injected_again_as_it_is() {
                 assert!(r.v.repeats_injection(), "it goes on here");
                 r.v.load(0);
             }
-            r.v.inject(Event::Software(Vector(vector as u8)));
+            r.v.inject(again);
         }
+        // Of L1's tables, behind ours: L1 is told what it had.
+        r.enter(ExitReason::EptViolation, move |v| {
+            assert_eq!(v.get(field::ENTRY_INTERRUPTION), information);
+            v.set(field::ENTRY_INTERRUPTION, information & !event::VALID);
+            v.set(field::IDT_VECTORING, information);
+        });
+        assert!(r.v.repeats_injection());
+        let undelivered = backend::Exits::interrupted_delivery(&r.v);
+        backend::Exits::forget_interrupted_delivery(&mut r.v);
+        let why = backend::TablesRefuse::Violation { qualification: 0x181, linear: None };
+        let refused = Gpa(0x5000);
+        use backend::NestedPaging as _;
+        assert_eq!(r.v.refuse(&mut r.g, refused, why, undelivered, &r.m), Executed::Left);
+        assert_eq!(vmcs12(&mut r).get(field::IDT_VECTORING), information);
     }
+}
+
+/// L1 has injected INT1, which was delivered. L2's own INT 1 is another event: it asks for the privilege of the gate, and is
+/// executed again. What L1's word says is of its event alone.
+#[test]
+fn an_int_1_of_l2s_is_not_the_int1_that_l1_has_injected() {
+    let mut v = good();
+    v.set(field::ENTRY_INTERRUPTION, 0x8000_0501);
+    v.set(field::ENTRY_INSTRUCTION_LENGTH, 1);
+    let mut r = Rig::new(&v, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |v| v.set(field::ENTRY_INTERRUPTION, 0x501));
+    assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L0));
+    r.enter(ExitReason::EptViolation, |v| v.set(field::IDT_VECTORING, 0x8000_0401));
+    assert!(!r.v.repeats_injection());
+    r.enter(ExitReason::EptViolation, |v| v.set(field::IDT_VECTORING, 0x8000_0501));
+    assert!(r.v.repeats_injection());
 }
 
 /// How wide an address of L1's host state may be is what the CPU can do, and not what L1 uses (SDM vol. 3C §27.2.2).

@@ -132,15 +132,13 @@ impl<C: Cpu> Vmx<C> {
                 let own = Undelivered { information: asked, error_code, length };
                 return events::tell_interrupted(report, own);
             }
-            // By L2's mode, as when it would have been injected.
-            let mut information = inject::encode(event, self.cr0);
-            // INT1 is no INT 1: as that it would ask for the gate's privilege. The event does not tell.
-            let told = self.get(fields::IDT_VECTORING);
-            let int1 =
-                event::VALID | event::PRIVILEGED_SOFT_EXCEPTION | (information & event::VECTOR);
-            if told & (event::VALID | event::TYPE | event::VECTOR) == int1 {
-                information = int1;
-            }
+            // As it was made: INT1 is no INT 1, and an exception of vector 3 no INT3. The event does not tell.
+            let told = [self.get(fields::IDT_VECTORING), self.cold.of_l1.repeated];
+            let information = match told.into_iter().find(|word| inject::is_of(*word, event)) {
+                Some(word) => word & event::WHOLE,
+                // By L2's mode, as when it would have been injected.
+                None => inject::encode(event, self.cr0),
+            };
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
                     inject::error_code(&e)

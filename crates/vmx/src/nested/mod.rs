@@ -56,7 +56,7 @@ use x86::vmcs::{ExitReason, ProcControls, event, field};
 use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags, Vector};
 
 use crate::{
-    fields, inject,
+    fields,
     permission::MsrMap,
     state::{Vmx, attention},
 };
@@ -173,13 +173,19 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         false
     }
 
-    /// L1's is in its VMCS until L2 exits. Where L2 has made another one meanwhile, that is injected as well instead of
+    /// L1's is in its VMCS until L2 exits. Where L2 has made the same by itself meanwhile, that is injected as well instead of
     /// being executed again: with its length it comes to the same.
     fn repeats_injection(&mut self) -> bool {
         let of_l1 = |n: &KBox<Nested>| n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
         let information = self.nested.as_ref().map_or(0, of_l1);
-        // Only software events: others are told by IDT-vectoring information and injected again.
-        information & event::VALID != 0 && inject::has_length(information)
+        let told = self.get(fields::IDT_VECTORING);
+        // By type and vector: INT 1 and INT1 have one vector, and what L1 injects as an exception one pushes no length for.
+        let is_l1s = information & event::VALID != 0
+            && (information ^ told) & (event::VALID | event::TYPE | event::VECTOR) == 0;
+        if is_l1s && self.cold.of_l1.runs {
+            self.cold.of_l1.repeated = told & event::WHOLE;
+        }
+        is_l1s
     }
 
     fn has_list_msrs(&self) -> bool {
@@ -234,7 +240,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn enters(&self) -> bool {
-        matches!(self.exit_reason(), ExitReason::Vmlaunch | ExitReason::Vmresume)
+        matches!(
+            self.exit_reason(),
+            ExitReason::Vmlaunch | ExitReason::Vmresume | ExitReason::Vmxon
+        )
     }
 
     fn has_memory_operand(&self) -> bool {
