@@ -212,7 +212,8 @@ fn the_end_of_a_notification_is_told() {
     });
     machine.then(move |vmcs, gprs| {
         assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
-        assert_eq!(vm.irq().ioapic().redirtbl[5] & OUTSTANDING, 0);
+        let ioapic = host::std_port::test::on_another_cpu(|| vm.irq().ioapic());
+        assert_eq!(ioapic.redirtbl[5] & OUTSTANDING, 0);
         exit(ExitReason::Cpuid)(vmcs, gprs);
     });
     ends_in_l1(&mut machine);

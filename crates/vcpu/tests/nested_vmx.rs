@@ -413,7 +413,7 @@ fn a_startup_ipi_does_not_go_before_the_failure_of_the_entry() {
         let vm = machine.vm.clone();
         machine.then(move |vmcs, gprs| {
             let startup = irqchip::Msi { address_lo: 0xfee0_0000, address_hi: 0, data: 0x630 };
-            let _ = vm.irq().signal_msi(&startup);
+            let _ = host::std_port::test::on_another_cpu(|| vm.irq().signal_msi(&startup));
             exit(ExitReason::Vmlaunch)(vmcs, gprs);
         });
         machine.then(|vmcs, gprs| {

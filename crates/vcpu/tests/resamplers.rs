@@ -9,7 +9,9 @@ use ::vm::VmRef;
 use backend::{Gprs, RCX, RDX, RSI};
 use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
-use host::std_port::test::{self as surroundings, eventfd, eventfd_read, eventfd_signal};
+use host::std_port::test::{
+    self as surroundings, eventfd, eventfd_read, eventfd_signal, on_another_cpu,
+};
 use irqchip::lapic::Accepted;
 use mmu::Region;
 use rig::{Machine, TestVcpu, UNKNOWN, add_vcpu, exit, shutdown, unknown, vm};
@@ -143,7 +145,7 @@ fn after_an_end_that_comes_with_an_init() {
     let mut many = Many::by_apic();
     let shared = many.v.shared().clone();
     many.v.backend().cpu().inner().then(move |vmcb, gprs| {
-        shared.deliver(Accepted::Init);
+        on_another_cpu(|| shared.deliver(Accepted::Init));
         take_and_end(vmcb, gprs);
     });
     many.all_are_told_before_the_next_entry();

@@ -139,6 +139,14 @@ pub fn set_cpu(cpu: usize) {
     sys::CPU.set(cpu as u32);
 }
 
+/// Does what another CPU does, in a test's name for it, while the guest runs on this one.
+pub fn on_another_cpu<R>(act: impl FnOnce() -> R) -> R {
+    let before = sys::IN_GUEST.replace(false);
+    let done = act();
+    sys::IN_GUEST.set(before);
+    done
+}
+
 /// Whether the process of this thread has a local descriptor table.
 pub fn set_uses_ldt(uses: bool) {
     sys::LDT.set(uses);
