@@ -266,6 +266,7 @@ bool gnt_ibpb_on_switch(void);
 u64 gnt_host_spec_ctrl(void);
 void gnt_guest_ssbd(bool on);
 void gnt_restore_debug_regs(void);
+u64 gnt_host_debugctl(void);
 void gnt_machine_check(void);
 bool gnt_uses_ldt(void);
 bool gnt_detects_split_locks(void);

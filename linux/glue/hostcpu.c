@@ -73,6 +73,16 @@ bool gnt_guest_split_lock(u64 rip)
 	return handle_guest_split_lock(rip);
 }
 
+/* Where nobody can have set it, it is not read. */
+u64 gnt_host_debugctl(void)
+{
+	u64 value = 0;
+
+	if (boot_cpu_has(X86_FEATURE_BUS_LOCK_DETECT) || test_thread_flag(TIF_BLOCKSTEP))
+		rdmsrq(MSR_IA32_DEBUGCTLMSR, value);
+	return value;
+}
+
 bool gnt_uses_ldt(void)
 {
 #ifdef CONFIG_MODIFY_LDT_SYSCALL

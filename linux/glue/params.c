@@ -147,6 +147,21 @@ int gnt_xstate_cache(void)
 	return xstate_cache;
 }
 
+/*
+ * With SEV-SNP an entry marks the page of a control block as in use, which the first CPUs of that kind take for the whole
+ * large page around it.
+ */
+static bool snp_is_on(void)
+{
+#ifdef X86_FEATURE_SEV_SNP
+	u64 word;
+
+	if (boot_cpu_has(X86_FEATURE_SEV_SNP) && !rdmsrq_safe(MSR_AMD64_SYSCFG, &word))
+		return word & MSR_AMD64_SYSCFG_SNP_EN;
+#endif
+	return false;
+}
+
 /* 0 or a negative errno, with a reason in the log. NULL: they go. */
 int gnt_params_use(struct gnt_switches *given)
 {
@@ -156,6 +171,10 @@ int gnt_params_use(struct gnt_switches *given)
 	/* Control blocks and tables would have to carry the encryption bit in every address. */
 	if (cc_platform_has(CC_ATTR_HOST_MEM_ENCRYPT)) {
 		pr_err("memory encryption of the host (SME) is active, which is not supported\n");
+		return -EOPNOTSUPP;
+	}
+	if (snp_is_on()) {
+		pr_err("SEV-SNP is enabled on the host, which is not supported\n");
 		return -EOPNOTSUPP;
 	}
 	if (strcmp(given->host_state, "vmsave") && strcmp(given->host_state, "msr")) {

@@ -304,6 +304,12 @@ impl Cpu for Model {
         assert!(!self.gif, "VMRUN with GIF set");
         demand(format_args!("VMRUN {:#x}", at.0), legal::page(at, &self.limits));
         demand(format_args!("VMRUN"), legal::vmrun(vmcb));
+        // Without virtualized records it is not exchanged.
+        let debugctl = self.msrs.get(&x86::msr::DEBUGCTL).copied().unwrap_or(0);
+        assert!(
+            debugctl == 0 || vmcb.control.virt_ext & 1 != 0,
+            "the guest runs with the host's DEBUGCTL"
+        );
         self.demand_own_syscall(vmcb.save.efer);
         if let Some(kept) = self.kept.remove(&at) {
             demand(format_args!("VMRUN {:#x}", at.0), kept.vmrun(vmcb));

@@ -10,6 +10,7 @@ mod port {
         pub safe fn gnt_host_spec_ctrl() -> u64;
         pub safe fn gnt_host_xss() -> u64;
         pub safe fn gnt_restore_debug_regs();
+        pub safe fn gnt_host_debugctl() -> u64;
         pub safe fn gnt_machine_check();
         pub safe fn gnt_uses_ldt() -> bool;
         pub safe fn gnt_detects_split_locks() -> bool;
@@ -37,6 +38,9 @@ mod port {
         0
     }
     pub fn gnt_restore_debug_regs() {}
+    pub fn gnt_host_debugctl() -> u64 {
+        crate::std_port::test::host_debugctl()
+    }
     pub fn gnt_machine_check() {}
     pub fn gnt_uses_ldt() -> bool {
         crate::std_port::test::uses_ldt()
@@ -93,6 +97,13 @@ pub fn host_xss() -> u64 {
 #[inline]
 pub fn restore_debug_regs() {
     port::gnt_restore_debug_regs()
+}
+
+/// The host's DEBUGCTL, where it may be anything but 0: the kernel detects bus locks by it, and steps its own thread from branch
+/// to branch. Interrupts are off.
+#[inline]
+pub fn host_debugctl() -> u64 {
+    port::gnt_host_debugctl()
 }
 
 /// Before guests of VMX run on this CPU, with interrupts off: stops the host's performance counters that are not

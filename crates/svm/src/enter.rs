@@ -71,6 +71,13 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         if self.scales {
             self.cpu.wrmsr(msr::TSC_RATIO, self.cold.tsc.ratio_here);
         }
+        // VMRUN exchanges DEBUGCTL for a guest that records branches alone (APM vol. 2 §15.23): any other would step from branch
+        // to branch, or trap at a bus lock, as the host does.
+        let debugctl = hostcpu::host_debugctl();
+        if debugctl != 0 {
+            self.cold.host_debugctl = debugctl;
+            self.cpu.wrmsr(msr::DEBUGCTL, 0);
+        }
         if !self.features.v_spec_ctrl && self.features.spec_ctrl {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
         }
@@ -127,6 +134,10 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         }
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
         hostcpu::restore_debug_regs();
+        if self.cold.host_debugctl != 0 {
+            let debugctl = core::mem::take(&mut self.cold.host_debugctl);
+            self.cpu.wrmsr(msr::DEBUGCTL, debugctl);
+        }
         if self.virt_ssbd {
             irq::guest_paused(|| hostcpu::guest_ssbd(false));
         }

@@ -75,6 +75,8 @@ pub(crate) struct Cold {
     /// What L1's processor offers it.
     pub(crate) offered: Offered,
     pub(crate) tsc: TscBelow,
+    /// The host's DEBUGCTL, in whose place 0 is in the CPU while the guest runs.
+    pub(crate) host_debugctl: u64,
 }
 
 /// One virtual CPU under SVM.

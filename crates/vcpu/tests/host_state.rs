@@ -188,6 +188,28 @@ fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
     }
 }
 
+/// The host's DEBUGCTL is none of the guest's: the model CPU refuses to enter one with it.
+#[test]
+fn a_guest_runs_without_the_hosts_debugctl() {
+    const DEBUGCTL: u32 = 0x1d9;
+    let _alone = alone();
+    for state in BOTH {
+        let writes = [0, 1 << 2, 1 << 1].map(|value| {
+            let mut v = vcpu_of(&machine(state));
+            host::std_port::test::set_host_debugctl(value);
+            v.backend().cpu().inner().msrs.insert(DEBUGCTL, value);
+            let before = v.backend().cpu().counts();
+            v.backend().cpu().inner().then(exit(ExitCode::Intr)).then(shutdown);
+            assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+            assert_eq!(v.backend().cpu().inner().msrs[&DEBUGCTL], value);
+            host::std_port::test::set_host_debugctl(0);
+            v.backend().cpu().counts().since(&before).of(Op::Wrmsr)
+        });
+        // Two for each stay in the loop, where the host has something in it.
+        assert_eq!(writes, [writes[0], writes[0] + 4, writes[0] + 4]);
+    }
+}
+
 /// On Intel an exit makes DS and ES null, and what is loaded behind the loop are those of now: a selector whose descriptor has
 /// gone would fault in the kernel. The model CPU asserts it.
 #[test]

@@ -152,6 +152,15 @@ pub fn set_uses_ldt(uses: bool) {
     sys::LDT.set(uses);
 }
 
+/// What the host has in DEBUGCTL while this thread runs.
+pub fn set_host_debugctl(value: u64) {
+    HOST_DEBUGCTL.set(value);
+}
+
+pub(crate) fn host_debugctl() -> u64 {
+    HOST_DEBUGCTL.get()
+}
+
 /// Whether the kernel detects split locks, and if so, lets a task of which it has warned go on.
 pub fn set_split_locks(goes_on: Option<bool>) {
     SPLIT_LOCKS.set(goes_on);
@@ -178,6 +187,7 @@ pub(crate) fn perf_leave() {
 }
 
 std::thread_local! {
+    static HOST_DEBUGCTL: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
     static PERF_GUEST: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
     static PERF_STOPPED: std::cell::Cell<i32> = const { std::cell::Cell::new(0) };
     static SPLIT_LOCKS: std::cell::Cell<Option<bool>> = const { std::cell::Cell::new(None) };

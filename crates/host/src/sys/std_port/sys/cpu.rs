@@ -24,22 +24,22 @@ pub(crate) fn gnt_online_cpus() -> u32 {
     CPUS - 1
 }
 pub(crate) unsafe fn gnt_kick(cpu: u32) {
-    super::task::refuse_in_guest("gnt_kick");
+    super::thread::refuse_in_guest("gnt_kick");
     World::current().lock().kicks.push(cpu as usize);
 }
 pub(crate) fn gnt_sync_begin() -> *mut CpuMaskRaw {
-    super::task::refuse_in_guest("gnt_sync_begin");
+    super::thread::refuse_in_guest("gnt_sync_begin");
     PREEMPT_OFF.set(PREEMPT_OFF.get() + 1);
     std::ptr::null_mut()
 }
 pub(crate) unsafe fn gnt_sync_add(_: *mut CpuMaskRaw, cpu: u32) {
-    super::task::refuse_in_guest("gnt_sync_add");
+    super::thread::refuse_in_guest("gnt_sync_add");
     World::current().lock().kicks.push(cpu as usize);
     TO_SYNC.with_borrow_mut(|cpus| cpus.push(cpu));
 }
 /// Waits for the threads of this world that have interrupts off on those CPUs.
 pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
-    super::task::refuse_in_guest("gnt_sync_end");
+    super::thread::refuse_in_guest("gnt_sync_end");
     let (world, own) = (World::current(), IRQS_OFF_AS.get());
     let cpus = TO_SYNC.take();
     // Copied out under the lock and waited for without it: who turns interrupts on takes it.
@@ -58,11 +58,11 @@ pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
 }
 /// Outside the kernel there is no other CPU to be asked.
 pub(crate) fn gnt_run_on(_: u32, _: extern "C" fn(u64), _: u64) -> bool {
-    super::task::refuse_in_guest("gnt_run_on");
+    super::thread::refuse_in_guest("gnt_run_on");
     false
 }
 
 pub(crate) fn gnt_run_on_all(f: extern "C" fn()) {
-    super::task::refuse_in_guest("gnt_run_on_all");
+    super::thread::refuse_in_guest("gnt_run_on_all");
     f();
 }

@@ -26,21 +26,21 @@ pub(crate) fn signal(event: &Event, count: u64) {
     set_irqs(irqs_were_on);
 }
 pub(crate) fn gnt_fd_is_open(_fd: i32) -> i32 {
-    super::task::refuse_in_guest("gnt_fd_is_open");
+    super::thread::refuse_in_guest("gnt_fd_is_open");
     0
 }
 pub(crate) fn gnt_eventfd_get(fd: i32) -> *mut EventFdRaw {
-    super::task::refuse_in_guest("gnt_eventfd_get");
+    super::thread::refuse_in_guest("gnt_eventfd_get");
     let event = descriptors().events.get(&fd).cloned();
     event.map_or(std::ptr::null_mut(), |e| Arc::into_raw(e).cast_mut())
 }
 pub(crate) unsafe fn gnt_eventfd_put(e: *mut EventFdRaw) {
-    super::task::refuse_in_guest("gnt_eventfd_put");
+    super::thread::refuse_in_guest("gnt_eventfd_put");
     // SAFETY: one reference of gnt_eventfd_get is given back.
     drop(unsafe { Arc::from_raw(e.cast_const()) });
 }
 pub(crate) unsafe fn gnt_eventfd_signal(e: *mut EventFdRaw, count: u64) {
-    super::task::refuse_in_guest("gnt_eventfd_signal");
+    super::thread::refuse_in_guest("gnt_eventfd_signal");
     step();
     // SAFETY: the reference is held.
     signal(unsafe { &*e }, count);
@@ -58,7 +58,7 @@ pub(crate) unsafe fn gnt_watch_attach(
     calls: &'static WatchCalls,
     context: *mut c_void,
 ) -> i32 {
-    super::task::refuse_in_guest("gnt_watch_attach");
+    super::thread::refuse_in_guest("gnt_watch_attach");
     let Some(event) = descriptors().events.get(&fd).cloned() else { return -9 };
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
     let mut state = event.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,14 +73,14 @@ pub(crate) unsafe fn gnt_watch_attach(
     0
 }
 pub(crate) unsafe fn gnt_watch_detach(w: *mut WatchRaw) {
-    super::task::refuse_in_guest("gnt_watch_detach");
+    super::thread::refuse_in_guest("gnt_watch_detach");
     // SAFETY: w is the owner's storage.
     if let Some((event, id)) = unsafe { (*w).0.take() } {
         event.state.lock().unwrap_or_else(PoisonError::into_inner).watches.retain(|x| x.0 != id);
     }
 }
 pub(crate) unsafe fn gnt_watch_context(w: *const WatchRaw) -> *mut EventFdRaw {
-    super::task::refuse_in_guest("gnt_watch_context");
+    super::thread::refuse_in_guest("gnt_watch_context");
     // SAFETY: w is the owner's storage.
     let raw = unsafe { &*w };
     raw.0.as_ref().map_or(std::ptr::null_mut(), |x| Arc::as_ptr(&x.0).cast_mut())

@@ -14,7 +14,7 @@ pub(crate) unsafe fn gnt_file_new(
     object: *mut c_void,
     fd: *mut i32,
 ) -> *mut FileRaw {
-    super::task::refuse_in_guest("gnt_file_new");
+    super::thread::refuse_in_guest("gnt_file_new");
     // SAFETY: a NUL-terminated name, and fd is writable.
     unsafe {
         assert!(!CStr::from_ptr(name).is_empty());
@@ -25,13 +25,13 @@ pub(crate) unsafe fn gnt_file_new(
     Box::into_raw(Box::new(FileRaw(calls, Context(object))))
 }
 pub(crate) unsafe fn gnt_file_install(file: *mut FileRaw, fd: i32) {
-    super::task::refuse_in_guest("gnt_file_install");
+    super::thread::refuse_in_guest("gnt_file_install");
     // SAFETY: made by gnt_file_new, taken once.
     let file = unsafe { Box::from_raw(file) };
     descriptors().files.insert(fd, (file.0, file.1));
 }
 pub(crate) unsafe fn gnt_file_cancel(file: *mut FileRaw, _: i32) {
-    super::task::refuse_in_guest("gnt_file_cancel");
+    super::thread::refuse_in_guest("gnt_file_cancel");
     // SAFETY: made by gnt_file_new, taken once; the object is released as the kernel does when the file goes.
     unsafe {
         let file = Box::from_raw(file);

@@ -13,7 +13,7 @@ use crate::sys::NotifierCalls;
 use crate::sys::std_port::world::{Context, World};
 
 pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHostPage) -> i32 {
-    super::task::refuse_in_guest("gnt_fault_in");
+    super::thread::refuse_in_guest("gnt_fault_in");
     let (page, direction) = (hva & !4095, Direction::write_if(write != 0));
     if !user_ok(page.max(hva & !15), 16, direction) {
         return 1;
@@ -27,12 +27,12 @@ pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHos
     0
 }
 pub(crate) fn gnt_signal_poisoned(hva: u64) {
-    super::task::refuse_in_guest("gnt_signal_poisoned");
+    super::thread::refuse_in_guest("gnt_signal_poisoned");
     SIGNAL.set(true);
     World::current().lock().poisoned.push(hva);
 }
 pub(crate) fn gnt_hva_level(_: u64) -> i32 {
-    super::task::refuse_in_guest("gnt_hva_level");
+    super::thread::refuse_in_guest("gnt_hva_level");
     1
 }
 pub(crate) unsafe fn gnt_page_put(_: u64) {}
@@ -54,7 +54,7 @@ pub(crate) unsafe fn gnt_notifier_register(
     if SIGNAL.get() {
         return -4;
     }
-    super::task::refuse_in_guest("gnt_notifier_register");
+    super::thread::refuse_in_guest("gnt_notifier_register");
     let (world, id) = (World::current(), NEXT_ID.fetch_add(1, Ordering::Relaxed));
     world.lock().notifiers.push((id, calls, Context(context)));
     // SAFETY: n is the owner's storage.
@@ -62,14 +62,14 @@ pub(crate) unsafe fn gnt_notifier_register(
     0
 }
 pub(crate) unsafe fn gnt_notifier_unregister(n: *mut NotifierRaw) {
-    super::task::refuse_in_guest("gnt_notifier_unregister");
+    super::thread::refuse_in_guest("gnt_notifier_unregister");
     // SAFETY: n is the owner's storage.
     if let Some((world, id)) = unsafe { (*n).0.take() } {
         world.lock().notifiers.retain(|r| r.0 != id);
     }
 }
 pub(crate) unsafe fn gnt_notifier_is_current(n: *const NotifierRaw) -> i32 {
-    super::task::refuse_in_guest("gnt_notifier_is_current");
+    super::thread::refuse_in_guest("gnt_notifier_is_current");
     // SAFETY: n is the owner's storage.
     let raw = unsafe { &*n };
     raw.0.as_ref().is_some_and(|r| Arc::ptr_eq(&r.0.state, &World::current().state)).into()

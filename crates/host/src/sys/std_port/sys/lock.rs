@@ -17,14 +17,14 @@ pub(super) fn nap() {
 }
 
 pub(crate) fn gnt_mutex_lock_slow(word: &AtomicU32) {
-    super::task::refuse_in_guest("gnt_mutex_lock_slow");
+    super::thread::refuse_in_guest("gnt_mutex_lock_slow");
     // 2 and not 1: whoever holds it has to wake somebody when it goes.
     while word.swap(2, Ordering::Acquire) != 0 {
         nap();
     }
 }
 pub(crate) fn gnt_mutex_lock_killable_slow(word: &AtomicU32) -> i32 {
-    super::task::refuse_in_guest("gnt_mutex_lock_killable_slow");
+    super::thread::refuse_in_guest("gnt_mutex_lock_killable_slow");
     while word.swap(2, Ordering::Acquire) != 0 {
         if SIGNAL.get() {
             return -4;
@@ -34,11 +34,11 @@ pub(crate) fn gnt_mutex_lock_killable_slow(word: &AtomicU32) -> i32 {
     0
 }
 pub(crate) fn gnt_mutex_wake(_: &AtomicU32) {
-    super::task::refuse_in_guest("gnt_mutex_wake");
+    super::thread::refuse_in_guest("gnt_mutex_wake");
     WOKEN.1.notify_all();
 }
 pub(crate) unsafe fn gnt_spin_lock_irqsave(word: &AtomicU32) -> usize {
-    super::task::refuse_in_guest("gnt_spin_lock_irqsave");
+    super::thread::refuse_in_guest("gnt_spin_lock_irqsave");
     // Off before the lock is had, as in the kernel: a handler may want it.
     let irqs_were_on = set_irqs(false);
     step();
@@ -48,12 +48,12 @@ pub(crate) unsafe fn gnt_spin_lock_irqsave(word: &AtomicU32) -> usize {
     irqs_were_on.into()
 }
 pub(crate) unsafe fn gnt_spin_unlock_irqrestore(word: &AtomicU32, flags: usize) {
-    super::task::refuse_in_guest("gnt_spin_unlock_irqrestore");
+    super::thread::refuse_in_guest("gnt_spin_unlock_irqrestore");
     word.store(0, Ordering::Release);
     set_irqs(flags != 0);
 }
 pub(crate) unsafe fn gnt_read_lock(words: &RwWords) {
-    super::task::refuse_in_guest("gnt_read_lock");
+    super::thread::refuse_in_guest("gnt_read_lock");
     PREEMPT_OFF.set(PREEMPT_OFF.get() + 1);
     loop {
         let seen = words.0[0].load(Ordering::Relaxed);
@@ -68,24 +68,24 @@ pub(crate) unsafe fn gnt_read_lock(words: &RwWords) {
     }
 }
 pub(crate) unsafe fn gnt_read_unlock(words: &RwWords) {
-    super::task::refuse_in_guest("gnt_read_unlock");
+    super::thread::refuse_in_guest("gnt_read_unlock");
     words.0[0].fetch_sub(1, Ordering::Release);
     PREEMPT_OFF.set(PREEMPT_OFF.get().saturating_sub(1));
 }
 pub(crate) unsafe fn gnt_write_lock(words: &RwWords) {
-    super::task::refuse_in_guest("gnt_write_lock");
+    super::thread::refuse_in_guest("gnt_write_lock");
     PREEMPT_OFF.set(PREEMPT_OFF.get() + 1);
     while words.0[0].compare_exchange(0, u32::MAX, Ordering::Acquire, Ordering::Relaxed).is_err() {
         std::thread::yield_now();
     }
 }
 pub(crate) unsafe fn gnt_write_unlock(words: &RwWords) {
-    super::task::refuse_in_guest("gnt_write_unlock");
+    super::thread::refuse_in_guest("gnt_write_unlock");
     words.0[0].store(0, Ordering::Release);
     PREEMPT_OFF.set(PREEMPT_OFF.get().saturating_sub(1));
 }
 pub(crate) unsafe fn gnt_rwlock_is_contended(_: &RwWords) -> i32 {
-    super::task::refuse_in_guest("gnt_rwlock_is_contended");
+    super::thread::refuse_in_guest("gnt_rwlock_is_contended");
     0
 }
 
@@ -97,11 +97,11 @@ pub(crate) struct SrcuRaw {
     writer: Mutex<()>,
 }
 pub(crate) fn gnt_srcu_new() -> *mut SrcuRaw {
-    super::task::refuse_in_guest("gnt_srcu_new");
+    super::thread::refuse_in_guest("gnt_srcu_new");
     Box::into_raw(Box::default())
 }
 pub(crate) unsafe fn gnt_srcu_free(domain: *mut SrcuRaw) {
-    super::task::refuse_in_guest("gnt_srcu_free");
+    super::thread::refuse_in_guest("gnt_srcu_free");
     // SAFETY: made by gnt_srcu_new, freed once.
     drop(unsafe { Box::from_raw(domain) });
 }
@@ -119,7 +119,7 @@ pub(crate) unsafe fn gnt_srcu_read_unlock(domain: *mut SrcuRaw, index: i32) {
     unsafe { &*domain }.readers[(index & 1) as usize].fetch_sub(1, Ordering::SeqCst);
 }
 pub(crate) unsafe fn gnt_srcu_synchronize(domain: *mut SrcuRaw) {
-    super::task::refuse_in_guest("gnt_srcu_synchronize");
+    super::thread::refuse_in_guest("gnt_srcu_synchronize");
     // SAFETY: the domain lives by the contract.
     let domain = unsafe { &*domain };
     let _writer = domain.writer.lock().unwrap_or_else(PoisonError::into_inner);

@@ -17,26 +17,26 @@ fn pages_layout(order: u32) -> Layout {
 }
 
 pub(crate) fn gnt_pages_alloc(order: u32) -> u64 {
-    super::task::refuse_in_guest("gnt_pages_alloc");
+    super::thread::refuse_in_guest("gnt_pages_alloc");
     // SAFETY: the layout has a size.
     unsafe { alloc_zeroed(pages_layout(order)) as u64 }
 }
 pub(crate) unsafe fn gnt_pages_free(hpa: u64, order: u32) {
-    super::task::refuse_in_guest("gnt_pages_free");
+    super::thread::refuse_in_guest("gnt_pages_free");
     // SAFETY: by the contract, allocated with this order.
     unsafe { dealloc(hpa as *mut u8, pages_layout(order)) }
 }
 pub(crate) fn gnt_page_alloc() -> u64 {
-    super::task::refuse_in_guest("gnt_page_alloc");
+    super::thread::refuse_in_guest("gnt_page_alloc");
     gnt_pages_alloc(0)
 }
 /// Where a test's memory lies is not to be chosen; its addresses are not truncated either.
 pub(crate) fn gnt_page_alloc_low() -> u64 {
-    super::task::refuse_in_guest("gnt_page_alloc_low");
+    super::thread::refuse_in_guest("gnt_page_alloc_low");
     gnt_pages_alloc(0)
 }
 pub(crate) unsafe fn gnt_page_free(hpa: u64) {
-    super::task::refuse_in_guest("gnt_page_free");
+    super::thread::refuse_in_guest("gnt_page_free");
     // SAFETY: by the contract, allocated as one page.
     unsafe { gnt_pages_free(hpa, 0) }
 }
@@ -56,7 +56,7 @@ pub(super) fn user_ok(hva: u64, len: u64, direction: Direction) -> bool {
 }
 
 pub(crate) fn gnt_user_range_ok(hva: u64, len: u64) -> i32 {
-    super::task::refuse_in_guest("gnt_user_range_ok");
+    super::thread::refuse_in_guest("gnt_user_range_ok");
     hva.checked_add(len).is_some_and(|end| end <= gnt_user_end()).into()
 }
 pub(crate) fn gnt_user_end() -> u64 {
@@ -64,7 +64,7 @@ pub(crate) fn gnt_user_end() -> u64 {
     (1 << bits) - 4096
 }
 pub(crate) unsafe fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) -> i32 {
-    super::task::refuse_in_guest("gnt_user_read_nofault");
+    super::thread::refuse_in_guest("gnt_user_read_nofault");
     if !user_ok(hva, len as u64, Direction::Read) {
         return -14;
     }
@@ -73,7 +73,7 @@ pub(crate) unsafe fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) ->
     0
 }
 pub(crate) unsafe fn gnt_user_write_nofault(hva: u64, from: *const u8, len: usize) -> i32 {
-    super::task::refuse_in_guest("gnt_user_write_nofault");
+    super::thread::refuse_in_guest("gnt_user_write_nofault");
     if !user_ok(hva, len as u64, Direction::Write) {
         return -14;
     }
@@ -84,7 +84,7 @@ pub(crate) unsafe fn gnt_user_write_nofault(hva: u64, from: *const u8, len: usiz
 pub(crate) use gnt_user_read_nofault as gnt_user_read;
 pub(crate) use gnt_user_write_nofault as gnt_user_write;
 pub(crate) fn gnt_user_clear(hva: u64, len: usize) -> i32 {
-    super::task::refuse_in_guest("gnt_user_clear");
+    super::thread::refuse_in_guest("gnt_user_clear");
     if !user_ok(hva, len as u64, Direction::Write) {
         return -14;
     }
@@ -93,7 +93,7 @@ pub(crate) fn gnt_user_clear(hva: u64, len: usize) -> i32 {
     0
 }
 pub(crate) fn gnt_user_cmpxchg(hva: u64, size: u32, old: u64, new: u64) -> i32 {
-    super::task::refuse_in_guest("gnt_user_cmpxchg");
+    super::thread::refuse_in_guest("gnt_user_cmpxchg");
     if !user_ok(hva, size.into(), Direction::Write) {
         return -14;
     }

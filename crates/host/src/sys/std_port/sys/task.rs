@@ -1,10 +1,9 @@
 //! The task that a thread is: its sleep, its signals, and whether its CPU is wanted.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::lock::{WOKEN, nap};
-use super::thread::{IRQS_ON, NEXT_ID, RESCHED, RUN_DELAY, SIGNAL};
+use super::thread::{IN_GUEST, IRQS_ON, NEXT_ID, RESCHED, RUN_DELAY, SIGNAL, refuse_in_guest};
 
 #[derive(Debug)]
 pub(crate) struct WaiterRaw(AtomicBool);
@@ -76,17 +75,6 @@ pub(crate) fn gnt_sigmask_set(mask: u64) {
     assert!(mask & never == 0, "a mask that no task may have: {mask:#x}");
 }
 pub(crate) fn gnt_sigmask_restore() {}
-thread_local! {
-    /// The kernel takes the thread for its guest: RCU does not watch, and per-CPU data may be the guest's.
-    pub(crate) static IN_GUEST: Cell<bool> = const { Cell::new(false) };
-}
-/// Refuses what the kernel cannot do meanwhile: nearly all. A CPU's number, clocks, facts and the kernel's words that a world
-/// switch reads are asked of what is no per-CPU data.
-pub(super) fn refuse_in_guest(what: &str) {
-    // A test that has failed there gives back what it holds.
-    let allowed = !IN_GUEST.get() || std::thread::panicking();
-    assert!(allowed, "{what} while the guest runs, outside of guest_paused");
-}
 pub(crate) fn gnt_guest_enter() {
     assert!(!IRQS_ON.get(), "the guest is entered with interrupts off");
     IN_GUEST.set(true);

@@ -18,6 +18,8 @@ thread_local! {
     pub(super) static IRQS_ON: Cell<bool> = const { Cell::new(true) };
     /// The number of this thread's stretch with interrupts off.
     pub(super) static IRQS_OFF_AS: Cell<u64> = const { Cell::new(0) };
+    /// The kernel takes the thread for its guest: RCU does not watch, and per-CPU data may be the guest's.
+    pub(crate) static IN_GUEST: Cell<bool> = const { Cell::new(false) };
     pub(super) static PREEMPT_OFF: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -45,6 +47,14 @@ pub(crate) fn set_irqs(on: bool) -> bool {
         }
     }
     were_on
+}
+
+/// Refuses what the kernel cannot do meanwhile: nearly all. A CPU's number, clocks, facts and the kernel's words that a world
+/// switch reads are asked of what is no per-CPU data.
+pub(super) fn refuse_in_guest(what: &str) {
+    // A test that has failed there gives back what it holds.
+    let allowed = !IN_GUEST.get() || std::thread::panicking();
+    assert!(allowed, "{what} while the guest runs, outside of guest_paused");
 }
 
 pub(crate) fn might_sleep() {

@@ -26,14 +26,14 @@ impl TimerRaw {
     }
 }
 pub(crate) unsafe fn gnt_timer_init(t: *mut TimerRaw, expired: TimerFn, context: *mut c_void) {
-    super::task::refuse_in_guest("gnt_timer_init");
+    super::thread::refuse_in_guest("gnt_timer_init");
     // SAFETY: t lives by the contract.
     let mut state = unsafe { &*t }.state();
     state.id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
     state.context = Some((expired, Context(context)));
 }
 pub(crate) unsafe fn gnt_timer_start(t: *mut TimerRaw, at: u64) {
-    super::task::refuse_in_guest("gnt_timer_start");
+    super::thread::refuse_in_guest("gnt_timer_start");
     // SAFETY: t lives by the contract.
     let mut state = unsafe { &*t }.state();
     let Some((expired, context)) = state.context else { return };
@@ -46,7 +46,7 @@ pub(crate) unsafe fn gnt_timer_start(t: *mut TimerRaw, at: u64) {
     state.world = Some(world);
 }
 pub(crate) unsafe fn gnt_timer_try_cancel(t: *mut TimerRaw) -> i32 {
-    super::task::refuse_in_guest("gnt_timer_try_cancel");
+    super::thread::refuse_in_guest("gnt_timer_try_cancel");
     // SAFETY: t lives by the contract.
     let state = unsafe { &*t }.state();
     let Some(world) = &state.world else { return 0 };
@@ -58,7 +58,7 @@ pub(crate) unsafe fn gnt_timer_try_cancel(t: *mut TimerRaw) -> i32 {
     inside.armed.remove(&state.id).is_some().into()
 }
 pub(crate) unsafe fn gnt_timer_cancel(t: *mut TimerRaw) -> i32 {
-    super::task::refuse_in_guest("gnt_timer_cancel");
+    super::thread::refuse_in_guest("gnt_timer_cancel");
     loop {
         // SAFETY: t lives by the contract.
         match unsafe { gnt_timer_try_cancel(t) } {
