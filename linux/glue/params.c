@@ -9,6 +9,7 @@
 #include <linux/string.h>
 #include <linux/sysfs.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 static unsigned int halt_poll_ns = 200000;

@@ -71,6 +71,8 @@ pub(crate) struct Rare {
     pub nested_restored: bool,
     /// What of the events user space has given.
     pub given: run::events::Given,
+    /// Where system-management mode was entered, which is where a pending debug exception that was put aside belongs.
+    pub rip_of_smi: u64,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
@@ -189,6 +191,7 @@ impl<B: Backend> Vcpu<B> {
                 has_run: false,
                 nested_restored: false,
                 given: run::events::Given::default(),
+                rip_of_smi: 0,
                 signal_mask: None,
                 msr_filter: None,
                 keeps_l2_apart: false,

@@ -95,6 +95,12 @@ impl Vm {
     /// # Errors
     /// All of [`RegisterError`].
     pub fn new(limits: &HostLimits) -> Result<VmRef, RegisterError> {
+        WithNotifier::new(Self::unwatched(limits)?)
+    }
+
+    /// The VM, of which the host's memory management knows nothing yet. Apart, for its frame.
+    #[inline(never)]
+    fn unwatched(limits: &HostLimits) -> Result<Self, NoMemory> {
         let settings = Settings::default();
         // What a vCPU runs at unless the VMM says otherwise: the host's rate.
         settings.tsc_khz.store(clock::tsc_khz(), Relaxed);
@@ -104,7 +110,7 @@ impl Vm {
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
         let (memory, smm_memory) = memories(limits)?;
-        WithNotifier::new(Self {
+        Ok(Self {
             debug: DebugDirs::default(),
             statistics: VmStatistics::new([&memory, &smm_memory], &vcpus)?,
             memory,

@@ -63,8 +63,6 @@ pub(crate) struct Smm {
     pub pending: bool,
     /// An INIT waits: for the end of the mode, or until a guest that is a hypervisor lets it in.
     pub latched_init: bool,
-    /// Where it was entered, which is where a pending debug exception that was put aside belongs.
-    pub rip: u64,
 }
 
 /// Where the vCPU's state is saved while it is in the mode.
@@ -220,7 +218,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn save_into(&mut self, area: &mut Area) -> Result<(), NoSaveArea> {
         let mut cpu = self.saved_cpu();
-        self.smm.rip = cpu.rip;
+        self.rare.rip_of_smi = cpu.rip;
         if !self.cpuid.has(feature::LM) {
             // Its map has no place for L2: no hypervisor runs on such a CPU.
             self.abandon_l2_for_user();
@@ -327,7 +325,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // Before an L2 is taken back, which has its own. That of the handler is gone with it, and so is one of an instruction
         // at which RSM does not go on: another state may have been given in the mode.
-        if cpu.rip == self.smm.rip {
+        if cpu.rip == self.rare.rip_of_smi {
             self.b.take_debug_back();
         } else {
             self.b.drop_pending_debug();
