@@ -73,7 +73,7 @@ bool gnt_guest_split_lock(u64 rip)
 	return handle_guest_split_lock(rip);
 }
 
-/* Where nobody can have set it, it is not read. */
+/* Where nobody can have set in it what a guest would feel, it is not read. */
 u64 gnt_host_debugctl(void)
 {
 	u64 value = 0;

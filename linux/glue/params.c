@@ -157,6 +157,9 @@ static bool snp_is_on(void)
 #ifdef X86_FEATURE_SEV_SNP
 	u64 word;
 
+	/* What the kernel may do later, and what was done before it. */
+	if (cc_platform_has(CC_ATTR_HOST_SEV_SNP))
+		return true;
 	if (boot_cpu_has(X86_FEATURE_SEV_SNP) && !rdmsrq_safe(MSR_AMD64_SYSCFG, &word))
 		return word & MSR_AMD64_SYSCFG_SNP_EN;
 #endif

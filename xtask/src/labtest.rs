@@ -439,6 +439,12 @@ fn settle(first: Vec<(String, Verdict)>, second: &[(String, Verdict)]) -> Vec<(S
         }
     }
     let passed = |name: &str| second.iter().any(|(n, v)| n == name && matches!(v, Verdict::Passed));
+    // What only a failure has a record of, a warning in the log, say.
+    let is_known = |name: &str| first.iter().any(|(n, _)| n == name);
+    let new = |(name, verdict): &&(String, Verdict)| {
+        matches!(verdict, Verdict::Failed(_)) && !is_known(name)
+    };
+    let new: Vec<_> = second.iter().filter(new).cloned().collect();
     let settled = first.into_iter().map(|(name, verdict)| match verdict {
         Verdict::Failed(reason) if passed(&name) => {
             println!("note  {name}: failed once, then passed: {reason}");
@@ -446,7 +452,7 @@ fn settle(first: Vec<(String, Verdict)>, second: &[(String, Verdict)]) -> Vec<(S
         }
         verdict => (name, verdict),
     });
-    settled.collect()
+    settled.chain(new).collect()
 }
 
 fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict)> {
@@ -521,10 +527,15 @@ mod tests {
             ("log".to_owned(), failed()),
             ("c".to_owned(), Verdict::Passed),
         ];
-        let second = vec![("a".to_owned(), Verdict::Passed), ("b".to_owned(), failed())];
+        let second = vec![
+            ("a".to_owned(), Verdict::Passed),
+            ("b".to_owned(), failed()),
+            ("log of the second".to_owned(), failed()),
+        ];
         let settled = settle(first, &second);
         let verdicts: Vec<&Verdict> = settled.iter().map(|(_, v)| v).collect();
-        assert_eq!(verdicts, [&Verdict::Passed, &failed(), &failed(), &Verdict::Passed]);
+        let (passed, failed) = (&Verdict::Passed, &failed());
+        assert_eq!(verdicts, [passed, failed, failed, passed, failed]);
     }
 
     #[test]

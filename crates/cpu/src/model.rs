@@ -304,6 +304,9 @@ impl Cpu for Model {
         assert!(!self.gif, "VMRUN with GIF set");
         demand(format_args!("VMRUN {:#x}", at.0), legal::page(at, &self.limits));
         demand(format_args!("VMRUN"), legal::vmrun(vmcb));
+        // An exit reads these descriptors again, with the guest's LDTR.
+        let local = (self.vmx.data.0 | self.vmx.data.1) & 4 != 0;
+        assert!(!local || self.vmx.data_is_null, "DS or ES of a local table");
         // Without virtualized records it is not exchanged.
         let debugctl = self.msrs.get(&x86::msr::DEBUGCTL).copied().unwrap_or(0);
         assert!(

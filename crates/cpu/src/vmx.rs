@@ -72,7 +72,7 @@ pub trait VmxCpu {
     fn cr4_now(&self) -> Cr4;
     /// DS and ES, which are user space's: the kernel leaves them alone.
     fn data_selectors(&self) -> (u16, u16);
-    /// Loads DS and ES of this thread, which a VM exit has made null, with what [`data_selectors`](Self::data_selectors) said since
+    /// Loads DS and ES with null, or of this thread, which a VM exit has made null, with what [`data_selectors`](Self::data_selectors) said since
     /// interrupts went off. A selector whose descriptor has gone becomes null.
     fn load_data_selectors(&mut self, ds: u16, es: u16);
 }

@@ -26,6 +26,20 @@ use crate::{
     state::Svm,
 };
 
+impl<C: Cpu> Svm<C> {
+    /// Takes user space's DS and ES of a local table out of the registers, which the kernel leaves alone.
+    #[cold]
+    #[inline(never)]
+    fn empty_data_selectors(&mut self) {
+        const LOCAL: u16 = 1 << 2;
+        let (ds, es) = self.cpu.data_selectors();
+        if (ds | es) & LOCAL != 0 {
+            self.cold.data_selectors = (ds, es);
+            self.cpu.load_data_selectors(0, 0);
+        }
+    }
+}
+
 impl<C: Cpu> WorldSwitch for Svm<C> {
     /// A VMCB is memory: what a CPU may hold of it, another does not need.
     #[inline(always)]
@@ -81,6 +95,11 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         if !self.features.v_spec_ctrl && self.features.spec_ctrl {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
         }
+        // An exit reads them again from the tables that are there then, which are the guest's (APM vol. 2 §15.5.1): they have to be
+        // of the GDT.
+        if hostcpu::uses_ldt() {
+            self.empty_data_selectors();
+        }
         // From here to STGI no NMI comes, which would need the host's GS base and TR.
         self.cpu.clgi();
         // A process that has an LDT may change it under this thread; then what was saved is stale.
@@ -134,6 +153,10 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         }
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
         hostcpu::restore_debug_regs();
+        if self.cold.data_selectors != (0, 0) {
+            let (ds, es) = core::mem::take(&mut self.cold.data_selectors);
+            self.cpu.load_data_selectors(ds, es);
+        }
         if self.cold.host_debugctl != 0 {
             let debugctl = core::mem::take(&mut self.cold.host_debugctl);
             self.cpu.wrmsr(msr::DEBUGCTL, debugctl);

@@ -75,6 +75,8 @@ pub(crate) struct Cold {
     /// What L1's processor offers it.
     pub(crate) offered: Offered,
     pub(crate) tsc: TscBelow,
+    /// DS and ES of a thread that has descriptors of a local table there; null ones are in the CPU while the guest runs.
+    pub(crate) data_selectors: (u16, u16),
     /// The host's DEBUGCTL, in whose place 0 is in the CPU while the guest runs.
     pub(crate) host_debugctl: u64,
 }

@@ -229,6 +229,23 @@ fn data_selectors_are_those_of_now() {
     host::std_port::test::set_uses_ldt(false);
 }
 
+/// On AMD an exit reads DS and ES again, which must not name the local table then. The model CPU asserts it.
+#[test]
+fn no_guest_is_entered_with_data_selectors_of_a_local_table() {
+    let _alone = alone();
+    for state in BOTH {
+        let mut v = vcpu_of(&machine(state));
+        host::std_port::test::set_uses_ldt(true);
+        for data in [(7, 0), (0x2b, 7), (0, 0), (0x2b, 0x2b)] {
+            v.backend().cpu().inner().vmx.data = data;
+            v.backend().cpu().inner().then(exit(ExitCode::Intr)).then(shutdown);
+            assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+            assert!(!v.backend().cpu().inner().vmx.data_is_null);
+        }
+        host::std_port::test::set_uses_ldt(false);
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Act {
     /// Into the loop, calls of the kernel in it, out of it.

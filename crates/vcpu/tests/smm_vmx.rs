@@ -245,3 +245,18 @@ fn the_handler_comes_to_no_vmx_operation() {
     m.h.then(exit(ExitReason::Vmxon));
     m.stops(|vmcs| assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0x8000_0306));
 }
+
+/// A VMM ends VMX operation by the registers that it sets, as at a reset: RSM goes on, and in no VMX operation.
+#[test]
+fn vmx_operation_that_the_vmm_has_ended_is_not_put_aside() {
+    let mut m = Machine::new();
+    let mut sregs = m.h.vcpu.sregs();
+    sregs.cr4 -= Cr4::VMXE;
+    m.h.vcpu.set_sregs(&sregs, None).unwrap();
+    m.stops(|_| {});
+    let on = m.h.vcpu.regs().rip;
+    m.h.vcpu.queue_smi();
+    m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+    m.h.then(exit(ExitReason::Rsm));
+    m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), on));
+}

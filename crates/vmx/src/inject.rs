@@ -287,6 +287,9 @@ impl<C: Cpu> Injection for Vmx<C> {
             // Where the handler returns to: RIP and this.
             self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
         }
+        if self.cold.of_l1.runs {
+            self.cold.of_l1.injected = info & event::WHOLE;
+        }
         // Last: with the valid bit all else is in place.
         self.set(fields::ENTRY_INTERRUPTION, info);
         self.attention |= attention::INJECT;
@@ -304,6 +307,10 @@ impl<C: Cpu> Injection for Vmx<C> {
         self.attention &= !attention::INJECT;
         let info = self.get(fields::ENTRY_INTERRUPTION);
         self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
+        if self.cold.of_l1.runs {
+            // It may be injected again, and its neutral form does not have all types.
+            self.cold.of_l1.repeated = info & event::WHOLE;
+        }
         decode(info, self.get(fields::ENTRY_ERROR_CODE))
     }
 

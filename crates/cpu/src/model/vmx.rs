@@ -107,6 +107,8 @@ pub struct VmxModel {
     pub cr4: Cell<Cr4>,
     /// DS and ES of the thread.
     pub data: (u16, u16),
+    /// DS and ES were made null.
+    pub data_is_null: bool,
     /// The next entry fails.
     pub refuse: bool,
     /// What the guest writes to SPEC_CTRL during its next run, without an exit.
@@ -325,6 +327,7 @@ impl VmxCpu for Model {
     }
     fn load_data_selectors(&mut self, ds: u16, es: u16) {
         // Without what the kernel's macros do about it this would be a fault in the kernel.
-        assert_eq!((ds, es), self.vmx.data, "selectors of before");
+        assert!((ds, es) == (0, 0) || (ds, es) == self.vmx.data, "selectors of before");
+        self.vmx.data_is_null = (ds, es) == (0, 0);
     }
 }

@@ -51,6 +51,11 @@ impl State {
         self.budget.set(BUDGET);
     }
 
+    /// The walk has done so much: an entry that goes costs no less than one that is compared.
+    fn charge(&self, entries: u32) {
+        self.budget.set(self.budget.get().saturating_sub(entries));
+    }
+
     /// All that is below a page, and the page itself, say what the guest's tables say.
     pub(super) fn sync(&self, view: &View<'_>, id: PageId) {
         if self.arena.page(id).is_doubtful() {
@@ -72,7 +77,7 @@ impl State {
         let page = self.arena.page(id);
         page.seen.set(self.walk.get());
         // A page without entries costs the way to it.
-        self.budget.set(self.budget.get().saturating_sub(VISIT));
+        self.charge(VISIT);
         if page.standing.get() != Standing::Synced {
             self.compare(view, id, page, look);
         }
@@ -109,6 +114,7 @@ impl State {
         let Some(table) = self.table_of(view, id) else {
             // The table is not there to be compared with. A leaf is as a TLB entry that the flush
             // takes; a link may lead anywhere.
+            self.charge((0..8).map(|n| page.present.word(n).count_ones()).sum());
             self.clear(id);
             return;
         };
@@ -149,7 +155,7 @@ impl State {
             }
         }
         count(&self.counters.compared);
-        self.budget.set(self.budget.get().saturating_sub(compared));
+        self.charge(compared);
         if changed {
             page.calm.set(0);
         } else {

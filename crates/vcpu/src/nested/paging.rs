@@ -100,7 +100,7 @@ fn wanted_tables(b: &impl Backend) -> Option<L1Tables> {
 }
 
 /// Whether L2 runs with tables of L1's, and so with the PDPTEs that its control block names.
-pub(super) fn has_pdptes_of_l1(b: &impl Backend) -> bool {
+pub(crate) fn has_pdptes_of_l1(b: &impl Backend) -> bool {
     !matches!(wanted_tables(b), None | Some(L1Tables::Flat { .. }))
 }
 

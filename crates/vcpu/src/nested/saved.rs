@@ -171,7 +171,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         if core::mem::take(&mut self.rare.pdptes_due) {
-            self.replace_pdptes();
+            self.replace_own_pdptes();
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use mmu::{GuestMemory as _, PagingContext, Section};
 use x86::{Cr0, Cr4, Efer, Exception, Gpa};
 
 use super::Mmu;
-use crate::Vcpu;
+use crate::{Vcpu, nested::paging::has_pdptes_of_l1};
 
 const PRESENT: u64 = 1;
 
@@ -157,6 +157,19 @@ impl<B: Backend> Vcpu<B> {
             return self.replace_pdptes_of_l2(&tables, c.cr3);
         }
         if self.load_pdptes(c.cr3).is_err() {
+            set_own_pdptes(&mut self.b, [0; 4]);
+        }
+    }
+
+    /// As [`replace_pdptes`](Self::replace_pdptes), of what has no tables of L1's: from the machine's memory.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn replace_own_pdptes(&mut self) {
+        let c = self.b.control();
+        if !has_pdptes_of_l1(&self.b)
+            && is_pae(c.cr0, c.cr4, c.efer)
+            && self.load_own_pdptes(c.cr3).is_err()
+        {
             set_own_pdptes(&mut self.b, [0; 4]);
         }
     }

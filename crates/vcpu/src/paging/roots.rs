@@ -192,6 +192,8 @@ impl<B: Backend> Vcpu<B> {
 
 impl<B: Backend> Drop for Vcpu<B> {
     fn drop(&mut self) {
+        // A file of statistics may hold what is shared for longer: its timer would go on.
+        self.shared.cancel();
         self.drop_shadow_roots();
         self.drop_nested_roots();
         for space in AddressSpace::ALL {

@@ -452,6 +452,7 @@ impl<C: Cpu> Vmx<C> {
             secondary: v.secondary().difference(merge::words::BY_L0).bits(),
             exceptions: v.get(field::EXCEPTION_BITMAP),
             repeated: 0,
+            injected: 0,
             cr0: Cr0::from_bits_retain(v.get(field::CR0_MASK)),
             cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
             timer: 0,

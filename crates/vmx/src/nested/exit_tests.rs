@@ -374,6 +374,9 @@ fn what_l1_injects_is_injected_again_as_it_is() {
                 r.v.load(0);
             }
             r.v.inject(again);
+            // Not entered: it goes back, and in again.
+            assert_eq!(r.v.cancel_injection(), Some(again));
+            r.v.inject(again);
         }
         // Of L1's tables, behind ours: L1 is told what it had.
         r.enter(ExitReason::EptViolation, move |v| {
@@ -390,6 +393,28 @@ fn what_l1_injects_is_injected_again_as_it_is() {
         assert_eq!(r.v.refuse(&mut r.g, refused, why, undelivered, &r.m), Executed::Left);
         assert_eq!(vmcs12(&mut r).get(field::IDT_VECTORING), information);
     }
+}
+
+/// A state has the event of L1's whose delivery was interrupted among the vCPU's, and its VMCS12 none: where it is restored, the
+/// delivery meets a fault again, and no instruction at RIP stands for it.
+#[test]
+fn an_event_of_l1s_that_was_saved_is_injected_again() {
+    use backend::{Event, Injection as _};
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.v.inject(Event::Software(Vector(0x80)));
+    r.enter(ExitReason::EptViolation, |v| {
+        v.set(field::ENTRY_INTERRUPTION, 0x480);
+        v.set(field::IDT_VECTORING, 0x8000_0480);
+    });
+    assert!(r.v.repeats_injection());
+    // Behind an exit to L1 it is L2's own.
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::EptViolation, |v| v.set(field::IDT_VECTORING, 0x8000_0480));
+    assert!(!r.v.repeats_injection());
 }
 
 /// L1 has injected INT1, which was delivered. L2's own INT 1 is another event: it asks for the privilege of the gate, and is

@@ -33,6 +33,8 @@ pub(crate) struct OfL1 {
     pub(crate) exceptions: u32,
     /// An event of L1's whose delivery was interrupted, and that is to be injected again, as L1 has it; 0: there is none.
     pub(crate) repeated: u32,
+    /// What the vCPU has injected last, an event of L1's among it that a restored state has had among the vCPU's.
+    pub(crate) injected: u32,
     /// CR0 bits that are L1's own in L2.
     pub(crate) cr0: Cr0,
     /// CR4 bits that are L1's own in L2.

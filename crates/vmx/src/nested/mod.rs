@@ -177,13 +177,14 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     /// being executed again: with its length it comes to the same.
     fn repeats_injection(&mut self) -> bool {
         let of_l1 = |n: &KBox<Nested>| n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
-        let information = self.nested.as_ref().map_or(0, of_l1);
+        let asked = self.nested.as_ref().map_or(0, of_l1);
+        let injected = self.cold.of_l1.injected;
         let told = self.get(fields::IDT_VECTORING);
-        // By type and vector: INT 1 and INT1 have one vector, and what L1 injects as an exception one pushes no length for.
-        let is_l1s = information & event::VALID != 0
-            && (information ^ told) & (event::VALID | event::TYPE | event::VECTOR) == 0;
-        if is_l1s && self.cold.of_l1.runs {
-            self.cold.of_l1.repeated = told & event::WHOLE;
+        // By type and vector: INT 1 and INT1 have one vector, and what L1 injects as an exception has no length.
+        let is_told = |word: u32| (word ^ told) & (event::VALID | event::TYPE | event::VECTOR) == 0;
+        let is_l1s = told & event::VALID != 0 && (is_told(asked) || is_told(injected));
+        if self.cold.of_l1.runs {
+            self.cold.of_l1.repeated = if is_l1s { told & event::WHOLE } else { 0 };
         }
         is_l1s
     }

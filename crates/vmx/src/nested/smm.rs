@@ -2,6 +2,7 @@
 
 use backend::{Gprs, L1Memory};
 use cpu::Cpu;
+use x86::Cr4;
 
 use super::{access::Memory, kept::Nested};
 use crate::state::Vmx;
@@ -13,6 +14,12 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn put_aside<M: L1Memory>(&mut self, n: &mut Nested, gprs: &Gprs, l1: &M) {
         // Outside VMX operation SMM has nothing to put aside.
         if n.machine.vmxon().is_none() {
+            return;
+        }
+        if !self.cr4.contains(Cr4::VMXE) && !self.cold.of_l1.runs {
+            // The VMM has ended VMX operation with the registers that it set.
+            n.machine.reset();
+            n.timer = None;
             return;
         }
         if n.machine.current().is_some() || n.machine.is_enlightened() {

@@ -14,6 +14,7 @@ use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
 use crate::machine::code::guest_code;
 use crate::machine::guest::{Chip, Guest};
+use crate::oracle::{Vendor, vendor};
 use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds, skip};
 use crate::runner::tests;
 
@@ -245,6 +246,9 @@ fn load_data_selectors(selector: u16) {
 
 /// The table changes by interrupts, behind which the same KVM_RUN goes on: the kernel empties the registers then.
 fn a_local_data_selector_may_go_while_a_guest_runs() -> Outcome {
+    if vendor() == Vendor::Amd {
+        return skip("the lab's emulated AMD machine stands still then, with stock KVM as well");
+    }
     let guest = hostile(spin())?;
     let base = low_page()? as u32;
     let me = crate::machine::threads::Target::new();
