@@ -368,6 +368,8 @@ impl<C: Cpu> Vmx<C> {
         self.note_l0(n);
         // vmcs02 may be that of another state: nothing of it counts.
         n.machine.touch_all();
+        // What L1 has asked of another L2 goes with that.
+        self.cold.of_l1 = OfL1::default();
         self.change_to_l2(n, gprs, Groups::ALL);
     }
 
@@ -446,17 +448,15 @@ impl<C: Cpu> Vmx<C> {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
         // Before `own` and all that changes controls: from here on they respect what L1 wants of L2.
-        self.cold.of_l1 = OfL1 {
-            runs: true,
-            primary: v.primary().bits(),
-            secondary: v.secondary().difference(merge::words::BY_L0).bits(),
-            exceptions: v.get(field::EXCEPTION_BITMAP),
-            repeated: 0,
-            injected: 0,
-            cr0: Cr0::from_bits_retain(v.get(field::CR0_MASK)),
-            cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
-            timer: 0,
-        };
+        let of_l1 = &mut self.cold.of_l1;
+        // What is not set here is 0: the end of the run before has seen to that.
+        debug_assert!(*of_l1 == OfL1::default());
+        of_l1.runs = true;
+        of_l1.primary = v.primary().bits();
+        of_l1.secondary = v.secondary().difference(merge::words::BY_L0).bits();
+        of_l1.exceptions = v.get(field::EXCEPTION_BITMAP);
+        of_l1.cr0 = Cr0::from_bits_retain(v.get(field::CR0_MASK));
+        of_l1.cr4 = Cr4::from_bits_retain(v.get(field::CR4_MASK));
         // Before CR0 and CR4 are looked at: which bits are L2's own follows from the word above.
         self.own();
         let (cr0, new) = match n.kept_by_l0 {
