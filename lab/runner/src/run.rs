@@ -119,6 +119,19 @@ pub fn untimed(line: &str) -> &str {
 /// ([`crate::Patience`]); a command that fails, or a host that panics, is an
 /// [`Outcome`].
 pub fn run(layout: &Layout, job: &Job, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome> {
+    match attempt(layout, job, on_event) {
+        // Before the machine has begun: nothing of it was told.
+        Err(error) if found_no_port(&error) => attempt(layout, job, on_event),
+        done => done,
+    }
+}
+
+/// Whether Bochs has found no network port for its picture, which nobody looks at: of two that begin at once one may find none.
+fn found_no_port(error: &anyhow::Error) -> bool {
+    format!("{error:#}").contains("RFB could not bind any port")
+}
+
+fn attempt(layout: &Layout, job: &Job, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome> {
     let folder = scratch_folder(layout)?;
     let result = run_in(layout, job, &folder, on_event);
     match result {
@@ -398,6 +411,14 @@ fn read_counts(text: &str) -> Result<Vec<Counts>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_without_a_port_for_its_picture_begins_again() {
+        let without = "the emulator ended with signal: 11: [RFB   ] RFB could not bind any port between 5900 and 5949";
+        let error = anyhow::anyhow!(without).context("kept for inspection: x");
+        assert!(found_no_port(&error));
+        assert!(!found_no_port(&anyhow::anyhow!("the emulator ended with signal: 11")));
+    }
 
     #[test]
     fn what_the_machine_sent_back_is_read() {
