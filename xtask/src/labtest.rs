@@ -431,6 +431,9 @@ fn run_twice_if_need_be(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict
     settled
 }
 
+/// How the record ends of a log that is not clean.
+const CLEAN_LOG: &str = ": the host's log is clean";
+
 /// The records of a first run, with the failures that a second run did not repeat.
 fn settle(first: Vec<(String, Verdict)>, second: &[(String, Verdict)]) -> Vec<(String, Verdict)> {
     for (name, verdict) in second {
@@ -439,10 +442,9 @@ fn settle(first: Vec<(String, Verdict)>, second: &[(String, Verdict)]) -> Vec<(S
         }
     }
     let passed = |name: &str| second.iter().any(|(n, v)| n == name && matches!(v, Verdict::Passed));
-    // What only a failure has a record of, a warning in the log, say.
-    let is_known = |name: &str| first.iter().any(|(n, _)| n == name);
-    let new = |(name, verdict): &&(String, Verdict)| {
-        matches!(verdict, Verdict::Failed(_)) && !is_known(name)
+    // Of a clean log there is no record.
+    let new = |(name, _): &&(String, Verdict)| {
+        name.ends_with(CLEAN_LOG) && !first.iter().any(|(n, _)| n == name)
     };
     let new: Vec<_> = second.iter().filter(new).cloned().collect();
     let settled = first.into_iter().map(|(name, verdict)| match verdict {
@@ -463,7 +465,7 @@ fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict)> {
     let mut records = (test.judge)(&outcome);
     let faults = outcome.faults();
     if test.clean_log && !faults.is_empty() {
-        let name = format!("{}: the host's log is clean", test.name);
+        let name = format!("{}{CLEAN_LOG}", test.name);
         records.push((name, Verdict::Failed(faults.join("\n"))));
     }
     records
@@ -530,7 +532,8 @@ mod tests {
         let second = vec![
             ("a".to_owned(), Verdict::Passed),
             ("b".to_owned(), failed()),
-            ("log of the second".to_owned(), failed()),
+            ("ends well".to_owned(), failed()),
+            (format!("t{CLEAN_LOG}"), failed()),
         ];
         let settled = settle(first, &second);
         let verdicts: Vec<&Verdict> = settled.iter().map(|(_, v)| v).collect();

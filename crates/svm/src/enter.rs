@@ -97,13 +97,14 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         }
         // An exit reads them again from the tables that are there then, which are the guest's (APM vol. 2 §15.5.1): they have to be
         // of the GDT.
-        if hostcpu::uses_ldt() {
+        let has_ldt = hostcpu::uses_ldt();
+        if has_ldt {
             self.empty_data_selectors();
         }
         // From here to STGI no NMI comes, which would need the host's GS base and TR.
         self.cpu.clgi();
         // A process that has an LDT may change it under this thread; then what was saved is stale.
-        if self.saving != here.last_saving(at) || hostcpu::uses_ldt() {
+        if self.saving != here.last_saving(at) || has_ldt {
             self.saving = here.next_saving(at);
             self.save_host(here);
         }

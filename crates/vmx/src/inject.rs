@@ -307,11 +307,14 @@ impl<C: Cpu> Injection for Vmx<C> {
         self.attention &= !attention::INJECT;
         let info = self.get(fields::ENTRY_INTERRUPTION);
         self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
+        let taken = decode(info, self.get(fields::ENTRY_ERROR_CODE));
         if self.cold.of_l1.runs {
-            // It may be injected again, and its neutral form does not have all types.
-            self.cold.of_l1.repeated = info & event::WHOLE;
+            // It may be injected again, and its neutral form does not have all types. What it has follows from the mode of then.
+            let loses = |event| (encode(event, self.cr0) ^ info) & event::TYPE != 0;
+            let kept = if taken.is_some_and(loses) { info & event::WHOLE } else { 0 };
+            self.cold.of_l1.repeated = kept;
         }
-        decode(info, self.get(fields::ENTRY_ERROR_CODE))
+        taken
     }
 
     fn drop_pending_debug(&mut self) {

@@ -417,6 +417,20 @@ fn an_event_of_l1s_that_was_saved_is_injected_again() {
     assert!(!r.v.repeats_injection());
 }
 
+/// What is injected again goes by the mode of then where its neutral form says all: in real mode nothing pushes an error code.
+#[test]
+fn an_event_that_went_back_follows_the_mode() {
+    use backend::{ControlRegisters as _, Event, Injection as _};
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.v.inject(Event::Exception(x86::Exception::gp(0)));
+    let again = r.v.cancel_injection().unwrap();
+    r.v.set_cr0(r.v.control().cr0 - x86::Cr0::PE);
+    r.v.inject(again);
+    assert_eq!(r.v.get(crate::fields::ENTRY_INTERRUPTION), 0x8000_030d);
+}
+
 /// L1 has injected INT1, which was delivered. L2's own INT 1 is another event: it asks for the privilege of the gate, and is
 /// executed again. What L1's word says is of its event alone.
 #[test]

@@ -178,7 +178,7 @@ fn a_signal_interrupts_the_making_of_a_vm_and_does_nothing_else() -> Outcome {
     let mut interrupted = 0;
     // From a signal that comes before the call to one that comes when the VM is there.
     for turn in 0..250 {
-        // However slow the machine is: from a microsecond to some 30 ms, again and again.
+        // However slow the machine is: from a microsecond to some 16 ms, again and again.
         let micros = (1 << (turn % 15)) + turn;
         signal_in(micros);
         // Not by `call`: with `--failing` that is refused again and again, and the signal is past then.
