@@ -14,7 +14,6 @@ use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use x86::vmcs::{ExitReason, ProcControls2, event, field};
 use x86::{Vector, msr};
-use zerocopy::FromBytes;
 
 const MONITOR_TRAP: u32 = 1 << 27;
 const NMI_WINDOW: u32 = 1 << 22;
@@ -273,10 +272,7 @@ fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
         assert_eq!(machine.run(), UserExit::Shutdown);
         // Root operation holds it back.
         assert!(machine.vcpu.saved_events().smi.latched_init);
-        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
-        machine.vcpu.nested_state(&mut state).unwrap();
-        let vmcs = &state[nested_vmx::saved::HEADER..];
-        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        let found = machine.vmcs12();
         assert_eq!(u64::from(found.get(field::EXIT_REASON)), BELOW);
     }
 }
@@ -299,10 +295,7 @@ fn an_init_goes_before_a_pending_debug_exception() {
         shutdown(vmcs, gprs);
     });
     assert_eq!(machine.run(), UserExit::Shutdown);
-    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
-    machine.vcpu.nested_state(&mut state).unwrap();
-    let vmcs = &state[nested_vmx::saved::HEADER..];
-    let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+    let found = machine.vmcs12();
     let told = (found.get(field::EXIT_REASON), found.get(field::GUEST_PENDING_DEBUG));
     assert_eq!(told, (3, 1 << 14));
 }
@@ -388,10 +381,7 @@ fn lists_name_msrs_of_the_vcpu() {
         assert_eq!(machine.vcpu.read_msr(MTRRS as u32, By::Vmm), Ok(of_l1), "L1's host state");
         let stored = if failed == 0 { of_l2 } else { 0 };
         assert_eq!(machine.get(LISTS + 0x108), stored);
-        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
-        machine.vcpu.nested_state(&mut state).unwrap();
-        let vmcs = &state[nested_vmx::saved::HEADER..];
-        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        let found = machine.vmcs12();
         let told = (found.get(field::EXIT_REASON), found.get(field::EXIT_QUALIFICATION));
         assert_eq!(told, if failed == 0 { (10, 0) } else { (0x8000_0022, failed) });
     }
@@ -421,10 +411,7 @@ fn a_startup_ipi_does_not_go_before_the_failure_of_the_entry() {
             shutdown(vmcs, gprs);
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
-        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
-        machine.vcpu.nested_state(&mut state).unwrap();
-        let vmcs = &state[nested_vmx::saved::HEADER..];
-        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        let found = machine.vmcs12();
         let told = (found.get(field::EXIT_REASON), found.get(field::EXIT_QUALIFICATION));
         assert_eq!(told, if refused { (0x8000_0022, 1) } else { (4, 0x30) });
     }

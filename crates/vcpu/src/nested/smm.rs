@@ -68,12 +68,12 @@ impl<B: Backend> Vcpu<B> {
             // Nor is there VMX operation with registers that it does not allow.
             self.b.nested().is_none_or(|nested| nested.allows(cpu.cr0, cpu.cr4))
         };
-        if !goes_on && self.pending.after_exit.is_nested() {
-            self.abandon_l2();
-        } else if !goes_on {
-            self.end_vmx_operation();
-        }
         if !goes_on {
+            if self.pending.after_exit.is_nested() {
+                self.abandon_l2();
+            } else {
+                self.end_vmx_operation();
+            }
             return false;
         }
         if owes_trap(&self.b) || self.b.nested().is_some_and(NestedState::is_unsettled) {

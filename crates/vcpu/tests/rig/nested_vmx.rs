@@ -18,7 +18,7 @@ use x86::cpuid::feature;
 use x86::vmcs::ExitReason;
 use x86::vmcs::place::VMCS12_REVISION;
 use x86::{Cr0, Cr4, Efer, Segment};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes as _, IntoBytes};
 
 use super::vmx::{self as rig, VmxVcpu, exit};
 
@@ -167,6 +167,13 @@ impl Hypervisor {
     /// What the CPU does next.
     pub fn then(&mut self, step: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static) {
         self.vcpu.backend().cpu().inner().vmx.then(step);
+    }
+
+    /// L1's VMCS, as a saved state has it.
+    pub fn vmcs12(&mut self) -> Vmcs12 {
+        let mut state = vec![0; self.vcpu.nested_state_size().unwrap()];
+        self.vcpu.nested_state(&mut state).unwrap();
+        Vmcs12::read_from_prefix(&state[HEADER..]).unwrap().0
     }
 
     /// L1 executes VMLAUNCH of its VMCS.
