@@ -248,6 +248,9 @@ fn guest_segments() {
         [GUEST_CS_RIGHTS = 0xa0fb] => Rights;
         [GUEST_CS_RIGHTS = 0xa09f] => ok;
         [GUEST_CS_RIGHTS = 0xa19b] => Rights;
+        [GUEST_CS_RIGHTS = 0x1_a09b] => ok;
+        [GUEST_CS_RIGHTS = 0x1_a01b] => Rights;
+        [GUEST_CS_RIGHTS = 0x1_0000] => Rights;
         [GUEST_CS_LIMIT = 0] => Rights;
         [GUEST_SS_RIGHTS = 0xc0f3] => Rights;
         [GUEST_SS_RIGHTS = 0xc091] => Rights;

@@ -141,6 +141,15 @@ mod tests {
         }
     }
 
+    /// An entry takes a CS with bit 16 set, and has L and D of it (SDM vol. 3C §27.3.2.2): L2's mode is told by them.
+    #[test]
+    fn an_unusable_cs_keeps_its_mode() {
+        for mode in [0, attr::L, attr::DB] {
+            let there = rights(0x9b | mode | attr::G) | access_rights::UNUSABLE;
+            assert_eq!(attributes(there) & (attr::L | attr::DB), mode);
+        }
+    }
+
     #[test]
     fn rights_lie_where_the_manual_puts_them() {
         // 64-bit code: type 11, S, P, L, G.

@@ -187,8 +187,8 @@ fn code(r: &Registers, mode: Mode) -> Result<(), Broken> {
     };
     // D and L together are reserved in IA-32e mode.
     let sizes = !(mode.long && cs.rights & LONG != 0 && cs.rights & DEFAULT_BIG != 0);
-    // CS cannot be unusable.
-    let good = level && sizes && cs.rights & CODE_OR_DATA != 0 && cs.usable() && cs.is_whole();
+    // Bit 16 has no rule in CS: all else is asked whether or not it is set, and an entry loads L, D and G by it as well (§27.3.2.2).
+    let good = level && sizes && cs.rights & CODE_OR_DATA != 0 && cs.is_whole();
     rule(good, Broken::Rights)
 }
 

@@ -169,9 +169,6 @@ fn rights(e: &mut Entry<'_>, register: &Segment, cs: &Segment, ss: &Segment) {
                 _ => true,
             };
             e.guest(good, name, "27.3.1.2 DPL");
-            // Stricter than the manual, which has no rule for bit 16 of CS and says what such an entry loads (§27.3.2.2: the selector,
-            // the base, the limit, L, D and G; the rest is undefined). Stock KVM leaves it to the hardware.
-            e.guest(register.usable(), name, "an unusable CS");
             let wide = e.ia32e() && bit(register.rights, 13);
             e.guest(!(wide && bit(register.rights, 14)), name, "27.3.1.2 D and L");
         }

@@ -338,8 +338,8 @@ impl Model {
         if !canonical(self.field(0x680e)) {
             return Some(wrong);
         }
-        // CS must be granular with its limit, and RIP fits its mode.
-        if self.field(0x4816) != 0xa09b {
+        // CS must be granular with its limit, and RIP fits its mode. Bit 16, which makes other registers unusable, has no rule in CS.
+        if self.field(0x4816) & !0x1_0000 != 0xa09b {
             return Some(wrong);
         }
         if !canonical(self.field(0x681e)) {
