@@ -1,7 +1,8 @@
 //! VMX for guests that are hypervisors, against the model of `crates/nested-vmx/tests/model`.
 
-// The model names them.
+// The model names them, and its rig begins with the example.
 use gannet_nested_vmx as _;
+use gannet_nested_vmx::example;
 use zerocopy as _;
 
 #[path = "../../crates/nested-vmx/tests/model/enlightened.rs"]
@@ -11,6 +12,8 @@ mod enlightened;
 mod pair;
 #[path = "../../crates/nested-vmx/tests/model/reference.rs"]
 mod reference;
+#[path = "../../crates/nested-vmx/tests/rig/mod.rs"]
+mod rig;
 #[allow(dead_code, reason = "the tests use the rest")]
 #[path = "../../crates/nested-vmx/tests/model/world.rs"]
 mod world;

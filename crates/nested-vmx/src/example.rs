@@ -3,8 +3,8 @@
 
 pub use x86::vmcs::field;
 
-use crate::Vmcs12;
-use crate::capabilities::Host;
+use gannet_nested_vmx::Vmcs12;
+use gannet_nested_vmx::capabilities::Host;
 
 /// Sets fields of a VMCS12 by their names: `set!(v, GUEST_RIP = 0x1000, GUEST_RSP = 0)`.
 #[macro_export]

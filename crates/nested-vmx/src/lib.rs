@@ -9,6 +9,9 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
+// What the tests beside the crate share with those within it names the crate as they do.
+#[cfg(any(test, feature = "testing"))]
+extern crate self as gannet_nested_vmx;
 #[cfg(test)]
 extern crate std;
 

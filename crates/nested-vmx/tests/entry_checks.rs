@@ -17,9 +17,9 @@ mod example;
 mod guest;
 #[path = "entry_checks/oracle.rs"]
 mod oracle;
+mod rig;
 
-// What `example` has of the crate that it belongs to.
-use gannet_nested_vmx::{Capabilities, Vmcs12, capabilities};
+use gannet_nested_vmx::{Capabilities, Vmcs12};
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

@@ -9,10 +9,14 @@
 mod composed;
 #[path = "model/enlightened.rs"]
 mod enlightened;
+#[allow(dead_code, reason = "others begin with its VMCS")]
+#[path = "../src/example.rs"]
+mod example;
 #[path = "model/pair.rs"]
 mod pair;
 #[path = "model/reference.rs"]
 mod reference;
+mod rig;
 #[path = "model/world.rs"]
 mod world;
 

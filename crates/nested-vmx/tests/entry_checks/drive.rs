@@ -1,21 +1,16 @@
 //! The code under test: L1's memory, the instructions that enter L2, and a hardware VMCS that L2 leaves as it was entered.
 
-use std::cell::RefCell;
-
-use gannet_nested_vmx::capabilities::Offer;
 use gannet_nested_vmx::checks::Limits;
-use gannet_nested_vmx::leave::{self, Exit, Known, Report};
-use gannet_nested_vmx::machine::{Cpu, Entered, EntryBy, Instruction, L1, Place, Stop, Then};
-use gannet_nested_vmx::merge::{self, Fields, Pages, time::Tsc};
-use gannet_nested_vmx::{Capabilities, Fail, GuestMemory, Machine, Outside, Vmcs12};
-use x86::vmcs::field::{self, Field, Width};
-use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, ReadWrite};
-use x86::{Exception, Gpa, Hpa};
+use gannet_nested_vmx::leave::{self, Known, Report};
+use gannet_nested_vmx::machine::{Entered, EntryBy, Instruction, Place, Then};
+use gannet_nested_vmx::{Fail, GuestMemory, Machine, Vmcs12, merge};
+use x86::Gpa;
+use x86::vmcs::field;
 use zerocopy::IntoBytes;
 
 use super::bases::Base;
-use super::example::EVERYTHING;
 use super::oracle::{End, Processor};
+use super::rig::{CPU, KNOWN, L0, Memory, Vmcs02};
 
 /// Bytes of L1's memory.
 const SIZE: usize = 0x10000;
@@ -31,135 +26,24 @@ pub const PAGE_DIRECTORIES: u64 = 0x5000;
 pub const APIC_PAGE: u64 = 0xa000;
 const OPERAND: u64 = 0xf000;
 
-pub struct Memory(RefCell<Vec<u8>>);
+pub use super::rig::{LIMITS, capabilities};
 
 impl Memory {
     fn new(image: &Vmcs12) -> Self {
-        let memory = Self(RefCell::new(vec![0; SIZE]));
-        let put = |at, bytes: &[u8]| memory.write(Gpa(at), bytes).unwrap();
+        let memory = Self::of(SIZE);
         let revision = image.header();
-        put(REGION, image.as_bytes());
-        put(VMXON, &revision.to_le_bytes());
-        put(SHADOW, &(revision | 1 << 31).to_le_bytes());
-        put(OTHER, &revision.to_le_bytes());
+        memory.put(REGION, image.as_bytes());
+        memory.put(VMXON, &revision.to_le_bytes());
+        memory.put(SHADOW, &(revision | 1 << 31).to_le_bytes());
+        memory.put(OTHER, &revision.to_le_bytes());
         let good = [0x6001u64, 0x7e19, 0x1e6, 0];
         let wrong = [0x6001u64, 0x7021, 0x8001, 0x9003];
         for (at, (good, wrong)) in (0..).step_by(8).zip(good.into_iter().zip(wrong)) {
-            put(PAGE_DIRECTORIES + at, &good.to_le_bytes());
-            put(PAGE_DIRECTORIES + 0x1000 + at, &wrong.to_le_bytes());
+            memory.put(PAGE_DIRECTORIES + at, &good.to_le_bytes());
+            memory.put(PAGE_DIRECTORIES + 0x1000 + at, &wrong.to_le_bytes());
         }
-        put(APIC_PAGE + 0x80, &[0x50]);
+        memory.put(APIC_PAGE + 0x80, &[0x50]);
         memory
-    }
-}
-
-impl GuestMemory for Memory {
-    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
-        let at = usize::try_from(at.0).map_err(|_| Outside)?;
-        let end = at.checked_add(into.len()).ok_or(Outside)?;
-        into.copy_from_slice(self.0.borrow().get(at..end).ok_or(Outside)?);
-        Ok(())
-    }
-
-    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        let at = usize::try_from(at.0).map_err(|_| Outside)?;
-        let end = at.checked_add(from.len()).ok_or(Outside)?;
-        self.0.borrow_mut().get_mut(at..end).ok_or(Outside)?.copy_from_slice(from);
-        Ok(())
-    }
-
-    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
-        let same = self.read_u64(at)? == old;
-        if same {
-            self.write(at, &new.to_le_bytes())?;
-        }
-        Ok(same)
-    }
-}
-
-impl L1 for Memory {
-    fn read_linear(&mut self, at: u64, into: &mut [u8]) -> Result<(), Stop> {
-        self.read(Gpa(at), into).map_err(|_| Stop::Fault(Exception::pf(at, 0)))
-    }
-
-    fn write_linear(&mut self, at: u64, from: &[u8]) -> Result<(), Stop> {
-        self.write(Gpa(at), from).map_err(|_| Stop::Fault(Exception::pf(at, 2)))
-    }
-}
-
-/// What all bases have in common.
-pub const LIMITS: Limits = Limits {
-    physical_bits: 40,
-    linear_bits: 48,
-    efer: 0xd01,
-    perf_global_ctrl: 0x7_0000_000f,
-    debugctl: 3,
-    long_mode: true,
-    smm: false,
-    x2apic: false,
-};
-
-pub fn capabilities() -> Capabilities {
-    Capabilities::compute(&EVERYTHING, &Offer::WHOLE)
-}
-
-/// L1 in its kernel. A 32-bit L1 is only one by [`Limits`]: its VMWRITE would write halves.
-const CPU: Cpu = Cpu {
-    cr0: 0x8005_0033,
-    cr4: 0x2020,
-    long_mode: true,
-    is_64_bit: true,
-    vm86: false,
-    cpl: 0,
-    blocked_by_mov_ss: false,
-    feature_control: 5,
-};
-
-/// L0's part of every composition.
-const L0: merge::L0 = merge::L0 {
-    pin: PinControls::from_bits_retain(0x3f),
-    primary: ProcControls::HLT.union(ProcControls::SECONDARY),
-    secondary: ProcControls2::EPT.union(ProcControls2::VPID),
-    exit: ExitControls::HOST_64,
-    entry: EntryControls::LOAD_EFER,
-    exceptions: 0,
-    page_faults: false,
-    cr0_ones: 0x20,
-    cr0_mask: 0x6000_0020,
-    cr4_ones: 0x2000,
-    cr4_mask: 0x2000,
-    tsc: Tsc { multiplier: 1 << 48, offset: 77 },
-    preemption_timer: None,
-    vpid: 9,
-    pages: Pages {
-        virtual_apic: None,
-        apic_access: None,
-        posted_interrupts: None,
-        msr_bitmap: Some(Hpa(0x1000)),
-        exit_tsc: None,
-    },
-    efer: 0xd01,
-    dr7: 0x401,
-    debugctl: 0,
-    pat: 0x0007_0406_0007_0406,
-};
-
-/// A VMCS of the hardware's, by encodings without the bits that none has set.
-struct Hardware(Vec<u64>);
-
-const fn slot(encoding: u32) -> usize {
-    ((encoding >> 13 & 3) << 7 | (encoding >> 10 & 3) << 5 | encoding >> 1 & 31) as usize
-}
-
-impl Fields for Hardware {
-    fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
-        self.0[slot(field.encoding())] = value.into();
-    }
-}
-
-impl Exit for Hardware {
-    fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
-        W::from_raw(self.0[slot(field.encoding())])
     }
 }
 
@@ -167,7 +51,7 @@ impl Exit for Hardware {
 pub struct Guest {
     machine: Machine,
     memory: Memory,
-    hardware: Hardware,
+    hardware: Vmcs02,
     limits: Limits,
     known: Known,
 }
@@ -175,19 +59,11 @@ pub struct Guest {
 impl Guest {
     /// The image lies in L1's memory and is loaded: nothing of it was checked before.
     pub fn new(base: &Base, image: &Vmcs12) -> Self {
-        let known = Known {
-            activity: base.activity(),
-            cr0_mask: L0.cr0_mask,
-            cr4_mask: L0.cr4_mask,
-            preemption_timer: 0,
-            pat: L0.pat,
-            efer: base.efer(),
-            debugctl: 0,
-        };
+        let known = Known { activity: base.activity(), efer: base.efer(), ..KNOWN };
         let mut guest = Self {
             machine: Machine::new(capabilities()),
             memory: Memory::new(image),
-            hardware: Hardware(vec![0; 512]),
+            hardware: Vmcs02::new(),
             limits: base.limits(),
             known,
         };
@@ -263,7 +139,7 @@ impl Guest {
                 merge::compose(&L0, self.machine.vmcs12(), dirty, &mut self.hardware);
                 self.machine.entered(pending);
                 // CPUID.
-                self.hardware.0[slot(field::EXIT_REASON.encoding())] = 10;
+                self.hardware.put(field::EXIT_REASON, 10);
                 let report = Report::of(&self.hardware);
                 self.machine.leave(&self.hardware, &report, &self.known, &self.memory);
                 End::Runs

@@ -1,97 +1,28 @@
 //! Memory, registers, instructions from numbers, and a hardware VMCS.
 
-use std::cell::RefCell;
-
-use gannet_nested_vmx::capabilities::{Host, Offer};
-use gannet_nested_vmx::checks::Limits;
-use gannet_nested_vmx::leave::{Exit, Known};
-use gannet_nested_vmx::machine::{Cpu, Instruction, L1, Place, Stop};
-use gannet_nested_vmx::merge::{Fields, Pages, time::Tsc};
-use gannet_nested_vmx::{Capabilities, GuestMemory, Outside, Vmcs12, merge};
-use x86::vmcs::field::{self, Field, Width};
-use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, ReadWrite};
-use x86::{Exception, Gpa, Hpa};
+use gannet_nested_vmx::machine::{Cpu, Instruction, Place};
+use gannet_nested_vmx::{GuestMemory, Vmcs12};
+use x86::vmcs::field;
+use x86::{Exception, Gpa};
 use zerocopy::IntoBytes;
+
+pub use super::rig::{CPU, KNOWN, L0, LIMITS, Memory, Vmcs02, capabilities};
 
 /// Bytes of memory; regions lie in its first pages, operands in the last.
 const SIZE: usize = 0x10000;
 /// Where an operand in memory lies.
 pub const OPERAND: u64 = 0xf000;
 
-pub struct Memory(RefCell<Vec<u8>>);
-
 impl Memory {
     /// Pages 1 to 5 are regions with a VMCS that can be entered; page 6 has a wrong revision.
     pub fn new() -> Self {
-        let memory = Self(RefCell::new(vec![0; SIZE]));
+        let memory = Self::of(SIZE);
         for page in 1..=5u64 {
-            memory.write(Gpa(page << 12), good().as_bytes()).unwrap();
+            memory.put(page << 12, good().as_bytes());
         }
-        memory.write(Gpa(0x6000), &[1, 2, 3, 4]).unwrap();
+        memory.put(0x6000, &[1, 2, 3, 4]);
         memory
     }
-}
-
-impl GuestMemory for Memory {
-    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
-        let at = usize::try_from(at.0).map_err(|_| Outside)?;
-        let end = at.checked_add(into.len()).ok_or(Outside)?;
-        into.copy_from_slice(self.0.borrow().get(at..end).ok_or(Outside)?);
-        Ok(())
-    }
-
-    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        let at = usize::try_from(at.0).map_err(|_| Outside)?;
-        let end = at.checked_add(from.len()).ok_or(Outside)?;
-        self.0.borrow_mut().get_mut(at..end).ok_or(Outside)?.copy_from_slice(from);
-        Ok(())
-    }
-
-    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
-        let same = self.read_u64(at)? == old;
-        if same {
-            self.write(at, &new.to_le_bytes())?;
-        }
-        Ok(same)
-    }
-}
-
-impl L1 for Memory {
-    fn read_linear(&mut self, at: u64, into: &mut [u8]) -> Result<(), Stop> {
-        self.read(Gpa(at), into).map_err(|_| Stop::Fault(Exception::pf(at, 0)))
-    }
-
-    fn write_linear(&mut self, at: u64, from: &[u8]) -> Result<(), Stop> {
-        self.write(Gpa(at), from).map_err(|_| Stop::Fault(Exception::pf(at, 2)))
-    }
-}
-
-pub const LIMITS: Limits = Limits {
-    physical_bits: 40,
-    linear_bits: 48,
-    efer: 0xd01,
-    perf_global_ctrl: 0,
-    debugctl: 3,
-    long_mode: true,
-    smm: false,
-    x2apic: false,
-};
-
-pub fn capabilities() -> Capabilities {
-    let all = u64::MAX << 32;
-    let host = Host {
-        basic: 1 << 54,
-        pin: all,
-        primary: all,
-        secondary: all,
-        exit: all,
-        entry: all,
-        misc: u64::MAX,
-        cr0_fixed1: 0xffff_ffff,
-        cr4_fixed1: 0x77_27ff,
-        ept_vpid: u64::MAX,
-    };
-    Capabilities::compute(&host, &Offer::WHOLE)
 }
 
 /// The fields of a VMCS that can be entered, with their values.
@@ -117,71 +48,6 @@ pub fn good() -> Vmcs12 {
         image.write(at, x86::vmcs::place::find(at).unwrap(), *value);
     }
     image
-}
-
-/// L0's part of every composition.
-pub const L0: merge::L0 = merge::L0 {
-    pin: PinControls::from_bits_retain(0x3f),
-    primary: ProcControls::HLT.union(ProcControls::SECONDARY),
-    secondary: ProcControls2::EPT.union(ProcControls2::VPID),
-    exit: ExitControls::HOST_64,
-    entry: EntryControls::LOAD_EFER,
-    exceptions: 0,
-    page_faults: false,
-    cr0_ones: 0x20,
-    cr0_mask: 0x6000_0020,
-    cr4_ones: 0x2000,
-    cr4_mask: 0x2000,
-    tsc: Tsc { multiplier: 1 << 48, offset: 77 },
-    preemption_timer: None,
-    vpid: 9,
-    pages: Pages {
-        virtual_apic: None,
-        apic_access: None,
-        posted_interrupts: None,
-        msr_bitmap: Some(Hpa(0x1000)),
-        exit_tsc: None,
-    },
-    efer: 0xd01,
-    dr7: 0x401,
-    debugctl: 0,
-    pat: 0x0007_0406_0007_0406,
-};
-
-/// What L0 knows of L2 after each exit.
-pub const KNOWN: Known = Known {
-    activity: 0,
-    cr0_mask: L0.cr0_mask,
-    cr4_mask: L0.cr4_mask,
-    preemption_timer: 0,
-    pat: L0.pat,
-    efer: 0xd01,
-    debugctl: 0,
-};
-
-/// A VMCS of the hardware's.
-pub struct Vmcs02 {
-    pub values: Vec<u64>,
-    pub written: Vec<u32>,
-}
-
-impl Vmcs02 {
-    pub fn new() -> Self {
-        Self { values: vec![0; 0x8000], written: Vec::new() }
-    }
-}
-
-impl Fields for Vmcs02 {
-    fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
-        self.written.push(field.encoding());
-        self.values[field.encoding() as usize] = value.into();
-    }
-}
-
-impl Exit for Vmcs02 {
-    fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
-        W::from_raw(self.values[field.encoding() as usize])
-    }
 }
 
 /// Encodings that a run of L2 changes, with the bits that it may set.
@@ -261,18 +127,6 @@ const WRITES: &[(u64, [u64; 4])] = &[
     (0x1_681e, [0; 4]),
     (0x200c, [0; 4]),
 ];
-
-/// L1, in its kernel.
-pub const CPU: Cpu = Cpu {
-    cr0: 0x8005_0033,
-    cr4: 0x2020,
-    long_mode: true,
-    is_64_bit: true,
-    vm86: false,
-    cpl: 0,
-    blocked_by_mov_ss: false,
-    feature_control: 5,
-};
 
 fn cpu(number: u64) -> Cpu {
     match number >> 56 & 63 {
