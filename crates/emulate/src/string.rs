@@ -22,6 +22,8 @@ use crate::register::{RegRef, size_mask};
 pub const ITERATIONS_PER_CALL: u32 = 64;
 /// The longest run of bytes that one INS asks [`Machine`] for at once.
 pub const STRING_RUN_BYTES: usize = 512;
+/// As [`ITERATIONS_PER_CALL`] while a port's elements wait: so many bytes are as many elements at most.
+const ITERATIONS_AT_MOST: u32 = ITERATIONS_PER_CALL + STRING_RUN_BYTES as u32;
 
 const RAX: u8 = 0;
 const RCX: u8 = 1;
@@ -135,8 +137,8 @@ impl<M: Machine> Run<'_, M> {
             self.m.commit();
             iterations += 1;
             // What a port has given cannot be given back: it is taken before the guest goes on, whatever became of the
-            // memory meanwhile.
-            let waits = self.m.has_port_items();
+            // memory meanwhile. But nobody looks for a signal in here, so that an end is not left to what is given.
+            let waits = self.m.has_port_items() && iterations < ITERATIONS_AT_MOST;
             // After a whole run it is time to look for interrupts. And single-stepping stops after each iteration (SDM
             // vol. 3B §17.3.1.4).
             if !waits && (done > 1 || steps || iterations >= ITERATIONS_PER_CALL) {

@@ -3,7 +3,7 @@
 
 mod machine;
 
-use gannet_emulate::{ITERATIONS_PER_CALL, Outcome, Stop};
+use gannet_emulate::{ITERATIONS_PER_CALL, Outcome, STRING_RUN_BYTES, Stop};
 use machine::{Event, RAX, RBX, RCX, RDI, RDX, RSI, RSP, TestMachine};
 use proptest::prelude::*;
 use x86::{Exception, Rflags, exception::pf};
@@ -138,6 +138,17 @@ fn a_long_repetition_returns_between_iterations() {
     while m.run(&code).unwrap().outcome == Outcome::Continue {}
     assert_eq!((m.gpr[RCX], m.gpr[RDI]), (0, RAM + 1000));
     assert_eq!(m.rflags & Rflags::RF.bits(), 0);
+}
+
+/// Nobody looks for a signal within a call.
+#[test]
+fn a_call_ends_whatever_a_port_has_given() {
+    let mut m = TestMachine::long();
+    (m.items_wait, m.runs_allowed, m.ports_in_user_space) = (true, false, false);
+    (m.gpr[RDI], m.gpr[RCX]) = (RAM, 4000);
+    assert_eq!(m.run(&[0xf3, 0x6c]).unwrap().outcome, Outcome::Continue); // rep insb
+    let most = u64::from(ITERATIONS_PER_CALL) + STRING_RUN_BYTES as u64;
+    assert_eq!(m.gpr[RCX], 4000 - most);
 }
 
 #[test]

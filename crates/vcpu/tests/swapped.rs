@@ -7,7 +7,7 @@ mod rig;
 use core::sync::atomic::Ordering::Relaxed;
 
 use ::vm::VmRef;
-use backend::{Gprs, RBX, RCX, RDX, RSI};
+use backend::{Gprs, RBX, RCX, RDI, RDX, RSI};
 use gannet_vcpu::{RunInput, UserExit};
 use host::page::Page;
 use mmu::Region;
@@ -24,7 +24,7 @@ const UNKNOWN: u64 = 0x3ff;
 struct Guest {
     vcpu: TestVcpu,
     code: &'static Page,
-    _vm: VmRef,
+    vm: VmRef,
 }
 
 fn guest(code: &[u8]) -> Guest {
@@ -50,7 +50,7 @@ fn guest_of(machine: &Machine, code: &[u8]) -> Guest {
     sregs.tr.attr = 0x8b;
     sregs.tr.limit = 0x66;
     vcpu.set_sregs(&sregs, None).unwrap();
-    let guest = Guest { vcpu, code: page, _vm: vm };
+    let guest = Guest { vcpu, code: page, vm };
     guest.place(code);
     guest
 }
@@ -114,6 +114,28 @@ fn port(input: bool) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Clone + 'static {
         vmcb.save.rip = CODE;
         vmcb.control.exit_code = ExitCode::Ioio.0;
         vmcb.control.exit_info_1 = u64::from(PORT) << 16 | 1 << 4 | 1 << 2 | u64::from(input);
+    }
+}
+
+impl Guest {
+    /// At the guest-physical address `gpa`, in a slot of its own.
+    fn memory(&self, slot: u32, flags: u32, gpa: u64) -> &'static Page {
+        let page = Box::leak(Box::new(Page::zeroed().unwrap()));
+        let region = Region { slot, flags, gpa, size: 0x1000, hva: page.hpa().0 };
+        self.vm.memory().set_region(&region, &**self.vm).unwrap();
+        page
+    }
+
+    fn delete(&self, slot: u32) {
+        let gone = Region { slot, flags: 0, gpa: 0, size: 0, hva: 0 };
+        self.vm.memory().set_region(&gone, &**self.vm).unwrap();
+    }
+
+    /// Code that may access ports.
+    fn privileged(&mut self) {
+        let mut sregs = self.vcpu.sregs();
+        (sregs.cs.attr, sregs.ss.attr) = (0xc9b, 0xc93);
+        self.vcpu.set_sregs(&sregs, None).unwrap();
     }
 }
 
@@ -271,4 +293,30 @@ fn a_repeated_access_under_single_step_traps_after_each_iteration() {
         assert_ne!(vmcb.save.dr6 & 1 << 14, 0);
     });
     assert_eq!(guest.injected(), DB);
+}
+
+/// Those that a port has given are taken in one call, in which nobody looks for a signal.
+#[test]
+fn items_of_a_port_that_is_asked_no_more_hold_nobody_up() {
+    const TO: u64 = 0x2_0000;
+    let mut guest = guest(&[0xf3, 0x6c]); // rep insb
+    guest.privileged();
+    guest.memory(1, 0, TO);
+    guest.then(|vmcb, gprs| {
+        port(true)(vmcb, gprs);
+        (gprs.0[RCX], gprs.0[RDI]) = (100, TO);
+    });
+    assert!(matches!(guest.run(), UserExit::Io { write: false, count: 100, .. }));
+    // The memory goes: one by one they are a device's, the first of them now.
+    guest.delete(1);
+    assert!(matches!(guest.run(), UserExit::Mmio { gpa: TO, len: 1, write: true, .. }));
+    guest.memory(1, 0, TO);
+    let mut regs = guest.vcpu.regs();
+    // The 8259A's: the kernel answers.
+    (regs.gpr[RCX], regs.gpr[RDX], regs.gpr[RDI]) = (3000, 0x21, TO);
+    guest.vcpu.set_regs(&regs);
+    guest.ends(|vmcb, gprs| {
+        let done = 3000 - gprs.0[RCX];
+        assert_eq!((vmcb.save.rip, done), (CODE, emulate::ITERATIONS_PER_CALL.into()));
+    });
 }

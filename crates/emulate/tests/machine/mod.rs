@@ -76,6 +76,8 @@ pub struct TestMachine {
     /// Whether ports leave for user space, as MMIO does.
     pub ports_in_user_space: bool,
     pub runs_allowed: bool,
+    /// The port says that elements wait, however many were read.
+    pub items_wait: bool,
     /// What the device answers next; counts up.
     pub device_value: u64,
     pub events: Vec<Event>,
@@ -137,6 +139,7 @@ impl TestMachine {
             read_only: 0..0,
             ports_in_user_space: true,
             runs_allowed: true,
+            items_wait: false,
             device_value: 0x1122_3344_5566_7788,
             events: Vec::new(),
             commits: 0,
@@ -388,6 +391,9 @@ impl Machine for TestMachine {
     fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
         let len = elements as usize * usize::from(access.size());
         Ok(if self.is_writable_ram(at, len)? { elements } else { 1 })
+    }
+    fn has_port_items(&self) -> bool {
+        self.items_wait
     }
     fn commit(&mut self) {
         assert_eq!(self.cursor, self.log.len(), "a commit before the replay log was used up");
