@@ -15,6 +15,7 @@ use zerocopy::FromZeros;
 /// What the model says to it; `None`: it takes it.
 fn refusal(plant: impl FnOnce(&mut Model)) -> Option<String> {
     let mut model = Model::default();
+    model.vmx.on.set(Some(Hpa(0x7000)));
     let refused = catch_unwind(AssertUnwindSafe(|| plant(&mut model))).err()?;
     let literal = refused.downcast_ref::<&str>().map(|said| said.to_string());
     refused.downcast_ref::<String>().cloned().or(literal)
@@ -112,6 +113,31 @@ fn pages() {
         });
         refuses("address", |c| c.vmptrld(at));
         refuses("address", |c| c.vmclear(at));
+    }
+}
+
+#[test]
+fn outside_of_vmx_operation() {
+    let instructions: [fn(&mut Model); 8] = [
+        |c| c.vmxoff(),
+        |c| c.vmptrld(Hpa(0x1000)),
+        |c| c.vmclear(Hpa(0x1000)),
+        |c| c.invept(invept::ALL, 0),
+        |c| c.invvpid(2, 1, 0),
+        |c| c.vmwrite(field::GUEST_CR4.encoding(), 0),
+        |c| {
+            let _ = c.vmread(field::GUEST_CR4.encoding());
+        },
+        |c| {
+            c.vmx_enter(&mut Gprs::default(), &mut VmxSwitch::default());
+        },
+    ];
+    for instruction in instructions {
+        refuses("outside", |c| {
+            c.vmptrld(Hpa(0x1000));
+            c.vmx.on.set(None);
+            instruction(c);
+        });
     }
 }
 

@@ -1,11 +1,12 @@
 //! What SVM keeps per physical CPU: the save areas, the ASID allocator, who ran last.
 //!
 //! Every field is touched only on its own CPU with interrupts off, so plain relaxed atomics do:
-//! they cost what an ordinary load or store costs.
+//! they cost what an ordinary load or store costs. Kernels from 6.5 on switch CPUs on and off with interrupts on, so
+//! [`enable`] and [`disable`] turn them off.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
-use host::{NoMemory, once::Once, page::Page};
+use host::{NoMemory, irq, once::Once, page::Page};
 use x86::{Efer, Hpa, msr};
 
 use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
@@ -108,6 +109,27 @@ impl PerCpu {
         self.next_asid.store(u32::MAX, Relaxed);
     }
 
+    /// Switches SVM on on this CPU, on which this runs with interrupts off.
+    fn enable<C: Cpu>(&self, c: &mut C) -> Result<(), Unusable> {
+        // Again: firmware or another module may have changed it since the CPU was looked at last.
+        check(c)?;
+        if !c.svm_on() {
+            return Err(Unusable::InUse);
+        }
+        // Before the first VMRUN here, which writes the host's state there.
+        c.wrmsr(msr::VM_HSAVE_PA, self.host_save().0);
+        self.generation.store(self.generation().wrapping_add(1), Relaxed);
+        // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
+        self.exhaust_asids();
+        self.forget_saving();
+        self.last_vcpu.store(0, Relaxed);
+        // The kernel sets TSC_AUX once, when the CPU comes online.
+        if features().rdtscp {
+            self.tsc_aux.store(c.rdmsr(msr::TSC_AUX), Relaxed);
+        }
+        Ok(())
+    }
+
     /// A fresh ASID and its generation; the third value asks for a flush of the whole TLB because
     /// the numbers began anew.
     pub fn new_asid(&self, limit: u32) -> (u32, u64, bool) {
@@ -172,35 +194,23 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
 /// Switches SVM on on the CPU this runs on.
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
-    // Again: firmware or another module may have changed it since the CPU was looked at last.
-    check(c)?;
-    if !c.svm_on() {
-        return Err(Unusable::InUse);
-    }
-    // Before the first VMRUN here, which writes the host's state there.
-    c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
-    this.generation.store(this.generation().wrapping_add(1), Relaxed);
-    // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
-    this.exhaust_asids();
-    this.forget_saving();
-    this.last_vcpu.store(0, Relaxed);
-    // The kernel sets TSC_AUX once, when the CPU comes online.
-    if features().rdtscp {
-        this.tsc_aux.store(c.rdmsr(msr::TSC_AUX), Relaxed);
-    }
-    Ok(())
+    // What is noted of the CPU is for who has interrupts off.
+    irq::undisturbed(|| this.enable(c))
 }
 
 /// Switches SVM off on the CPU this runs on; harmless where it is off.
 pub fn disable<C: Cpu>(c: &mut C) {
-    // The way to a reboot may come here twice.
-    if c.rdmsr(msr::EFER) & Efer::SVME.bits() != 0 {
+    irq::undisturbed(|| {
+        // The way to a reboot may come here twice.
+        if c.rdmsr(msr::EFER) & Efer::SVME.bits() == 0 {
+            return;
+        }
         // The page is freed at unload: no CPU may be left with its address.
         c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
         c.stgi();
         c.svm_off();
-    }
+    });
 }
 
 /// Leaves the loop on CPU `at` for good, from wherever in it: the host's state is loaded and GIF set, with

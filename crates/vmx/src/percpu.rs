@@ -1,14 +1,15 @@
 //! What VMX keeps per physical CPU: the VMXON region, the address-space ids, which VMCSs are active
 //! there, who ran last, and what of the host's state never changes there.
 //!
-//! Every field is touched only on its own CPU with interrupts off (or, at a crash, by an NMI there),
+//! Every field is touched only on its own CPU with interrupts off (or, at a crash, by an NMI there): another CPU asks by an
+//! interrupt. Kernels from 6.5 on switch CPUs on and off with interrupts on, so [`enable`] and [`disable`] turn them off,
 //! so plain relaxed atomics do: they cost what an ordinary load or store costs.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use cpu::Cpu;
 use guest_live::UserReturn;
-use host::{NoMemory, hostcpu, once::Once, page::Page};
+use host::{NoMemory, hostcpu, irq, once::Once, page::Page};
 use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
 use x86::{Cr4, Hpa};
 
@@ -28,6 +29,8 @@ const VPIDS: u32 = 1 << 16;
 #[derive(Debug)]
 pub struct PerCpu {
     region: Page,
+    /// The CPU is in VMX operation, by VMXON and not only by CR4.VMXE, which is set before and cleared behind it.
+    on: AtomicBool,
     /// Counts how often VMX was switched on.
     generation: AtomicU64,
     /// Counts how often VPIDs began anew.
@@ -63,6 +66,7 @@ impl PerCpu {
         }
         Ok(Self {
             region,
+            on: AtomicBool::new(false),
             // 1, so that a VMCS of generation 0 is active nowhere.
             generation: AtomicU64::new(1),
             vpid_generation: AtomicU64::new(1),
@@ -129,11 +133,17 @@ impl PerCpu {
         free.inspect(|slot| slot.store(vmcs.0, Relaxed)).is_some()
     }
 
+    /// Whether the instructions of VMX can be executed here. Interrupts are off.
+    pub fn is_on<C: Cpu>(&self, c: &C) -> bool {
+        // CR4.VMXE alone says too little: it is set before VMXON, and cleared behind VMXOFF, and an instruction in between is #UD
+        // in the kernel. By the CPU's own register too, as a crash may have switched VMX off without asking.
+        self.on.load(Relaxed) && c.cr4_now().contains(Cr4::VMXE)
+    }
+
     /// Clears the VMCS at `vmcs`, which is active here. Harmless where it is not any more: VMX may
     /// have been switched off meanwhile.
     pub fn clear<C: Cpu>(&self, c: &C, vmcs: Hpa) {
-        // By the CPU's own register, as a crash may have switched VMX off.
-        if c.cr4_now().contains(Cr4::VMXE) {
+        if self.is_on(c) {
             c.vmclear(vmcs);
         }
         self.forget(vmcs);
@@ -164,6 +174,38 @@ impl PerCpu {
         }
         // No VMPTRLD is spared by what was current.
         self.current.store(0, Relaxed);
+    }
+
+    /// Switches VMX on on this CPU, on which this runs with interrupts off.
+    fn enable<C: Cpu>(&self, c: &mut C) -> Result<(), Unusable> {
+        check(c, hostcpu::vmx_allowed())?;
+        unlock(c);
+        HostConstants::read(c).store(&self.constants);
+        self.user_return.read_host(c, features().rdtscp);
+        // VMXON forgets what was current.
+        self.current.store(0, Relaxed);
+        // VMCSs that were active before VMX went off are so no more.
+        self.generation.store(self.generation().wrapping_add(1), Relaxed);
+        // Whoever had VMX before, or this CPU before it went offline, left translations under any VPID.
+        self.renew_vpids(VPIDS);
+        // Its predictors were somebody else's meanwhile.
+        self.last_vcpu.store(0, Relaxed);
+        if !c.vmxon(self.region.hpa()) {
+            return Err(Unusable::Refused);
+        }
+        // Behind it: who is asked to clear a VMCS before has nothing to clear.
+        self.on.store(true, Relaxed);
+        Ok(())
+    }
+
+    /// Switches VMX off on this CPU, on which this runs with interrupts off, perhaps in an NMI.
+    fn disable<C: Cpu>(&self, c: &C) {
+        // VMCLEAR is undefined outside of VMX operation, and what the CPU keeps of an active VMCS is lost (SDM vol. 3C
+        // §25.11.1).
+        self.clear_all(c);
+        // Before it: nobody clears a VMCS from here on, and none is active.
+        self.on.store(false, Relaxed);
+        c.vmxoff();
     }
 
     /// What of the host's state is constant here.
@@ -222,19 +264,8 @@ pub fn check<C: Cpu>(c: &mut C, allowed: bool) -> Result<(), Unusable> {
 /// Switches VMX on on the CPU this runs on.
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
-    check(c, hostcpu::vmx_allowed())?;
-    unlock(c);
-    HostConstants::read(c).store(&this.constants);
-    this.user_return.read_host(c, features().rdtscp);
-    // VMXON forgets what was current.
-    this.current.store(0, Relaxed);
-    // VMCSs that were active before VMX went off are so no more.
-    this.generation.store(this.generation().wrapping_add(1), Relaxed);
-    // Whoever had VMX before, or this CPU before it went offline, left translations under any VPID.
-    this.renew_vpids(VPIDS);
-    // Its predictors were somebody else's meanwhile.
-    this.last_vcpu.store(0, Relaxed);
-    if c.vmxon(this.region.hpa()) { Ok(()) } else { Err(Unusable::Refused) }
+    // What is noted of the CPU is for who has interrupts off.
+    irq::undisturbed(|| this.enable(c))
 }
 
 /// Where firmware left the choice open, VMX is enabled and the choice locked, as the kernel itself
@@ -258,16 +289,16 @@ pub fn user_return<C: Cpu>(c: &mut C, cpu: usize) {
 
 /// Switches VMX off on the CPU this runs on; harmless where it is off. NMI context, perhaps.
 pub fn disable<C: Cpu>(c: &mut C, cpu: usize) {
-    // Set by nobody else as long as the module is loaded.
-    if !c.cr4_now().contains(Cr4::VMXE) {
-        return;
-    }
-    if let Some(this) = of(cpu) {
-        // VMCLEAR is undefined outside of VMX operation, and what the CPU keeps of an active VMCS is lost (SDM vol. 3C
-        // §25.11.1).
-        this.clear_all(c);
-    }
-    c.vmxoff();
+    irq::undisturbed(|| {
+        // Set by nobody else as long as the module is loaded.
+        if !c.cr4_now().contains(Cr4::VMXE) {
+            return;
+        }
+        match of(cpu) {
+            Some(this) => this.disable(c),
+            None => c.vmxoff(),
+        }
+    });
 }
 
 #[cfg(test)]
@@ -372,6 +403,7 @@ mod tests {
         let c = model(OPEN);
         let cpu = PerCpu::new(4).unwrap();
         assert!(c.vmxon(cpu.region.hpa()));
+        cpu.on.store(true, Relaxed);
         for n in 1..=ACTIVE as u64 {
             assert!(cpu.note_active(Hpa(n << 12)));
         }
@@ -389,17 +421,27 @@ mod tests {
         assert_eq!((cleared.len(), times), (ACTIVE + 1, ACTIVE + 1));
     }
 
+    /// What another CPU asks for by an interrupt, were it to come where CR4.VMXE is set and VMX is off: the model CPU
+    /// refuses VMCLEAR there.
+    fn is_asked_to_clear(c: &Model) {
+        assert!(!irq::enabled(), "an interrupt comes by");
+        of(3).unwrap().clear(c, Hpa(0x6000));
+    }
+
     #[test]
     fn vmx_goes_on_once_and_off_completely() {
         // Other tests of this program use CPUs 0 and 1.
         set_up(Features { revision: 7, ..Features::default() }, 4).unwrap();
         let mut c = model(OPEN);
         c.msrs.insert(PAT, 0x0407_0506_0007_0106);
+        c.vmx.in_between = Some(is_asked_to_clear);
         assert_eq!(enable(&mut c, 3), Ok(()));
         assert_eq!(c.vmx.on.get(), of(3).map(|cpu| cpu.region.hpa()));
         assert_eq!(of(3).unwrap().constants().pat, 0x0407_0506_0007_0106);
         assert_eq!(enable(&mut c, 3), Err(Unusable::InUse));
         assert!(of(3).unwrap().note_active(Hpa(0x5000)));
+        of(3).unwrap().clear(&c, Hpa(0x6000));
+        assert_eq!(c.vmx.cleared.take(), [Hpa(0x6000)]);
         disable(&mut c, 3);
         assert_eq!((c.vmx.on.get(), c.vmx.cr4.get()), (None, Cr4::empty()));
         assert_eq!(c.vmx.cleared.take(), [Hpa(0x5000)]);

@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use cpu::Cpu;
 use host::{KBox, NoMemory, irq, page::Page, smp};
 use x86::{
-    Cr4, Hpa,
+    Hpa,
     vmcs::{
         Field, ProcControls2, ReadWrite,
         field::{self, Width},
@@ -338,7 +338,7 @@ impl Vmcs {
             let here = percpu::of(smp::cpu_id()).filter(|_| self.may_run_on(smp::cpu_id()));
             if let Some(here) = here {
                 // With VMX off, on the way to a reboot, nothing can be read.
-                let on = cpu.cr4_now().contains(Cr4::VMXE);
+                let on = here.is_on(cpu);
                 if on {
                     // Another VMCS was: it is loaded anew before its next entry, by `make_current`.
                     let _ = self.make_current(cpu, here);

@@ -84,6 +84,8 @@ pub struct VmxModel {
     pub on: Cell<Option<Hpa>>,
     /// VMXON is refused.
     pub refuse_vmxon: bool,
+    /// What comes by while CR4.VMXE is set and VMX is off, before VMXON and behind VMXOFF.
+    pub in_between: Option<fn(&Model)>,
     /// VMCSs that were cleared, in order.
     pub cleared: RefCell<Vec<Hpa>>,
     stored: RefCell<HashMap<Hpa, ModelVmcs>>,
@@ -151,7 +153,13 @@ impl VmxModel {
         self.stored.borrow().get(&self.current.get()?).cloned()
     }
 
+    /// Outside of VMX operation all of its instructions but VMXON are #UD (SDM vol. 3C §31.3).
+    fn demand_operation(&self, what: &str) {
+        assert!(self.on.get().is_some(), "{what}: the CPU refuses it outside of VMX operation");
+    }
+
     fn current_address(&self, what: &str) -> Hpa {
+        self.demand_operation(what);
         self.current.get().unwrap_or_else(|| panic!("{what} without a current VMCS"))
     }
 }
@@ -162,21 +170,30 @@ impl VmxCpu for Model {
             return false;
         }
         demand(format_args!("VMXON {:#x}", region.0), legal::page(region, &self.limits));
-        assert!(self.vmx.on.replace(Some(region)).is_none(), "VMXON in VMX operation");
+        assert!(self.vmx.on.get().is_none(), "VMXON in VMX operation");
         self.vmx.cr4.set(self.vmx.cr4.get() | Cr4::VMXE);
+        if let Some(act) = self.vmx.in_between {
+            act(self);
+        }
+        self.vmx.on.set(Some(region));
         true
     }
     fn vmxoff(&self) {
         assert!(self.vmx.on.take().is_some(), "VMXOFF outside VMX operation");
-        self.vmx.cr4.set(self.vmx.cr4.get() - Cr4::VMXE);
         self.vmx.current.set(None);
+        if let Some(act) = self.vmx.in_between {
+            act(self);
+        }
+        self.vmx.cr4.set(self.vmx.cr4.get() - Cr4::VMXE);
     }
     fn vmptrld(&self, vmcs: Hpa) {
+        self.vmx.demand_operation("VMPTRLD");
         demand(format_args!("VMPTRLD {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
         self.vmx.stored.borrow_mut().entry(vmcs).or_default();
         self.vmx.current.set(Some(vmcs));
     }
     fn vmclear(&self, vmcs: Hpa) {
+        self.vmx.demand_operation("VMCLEAR");
         demand(format_args!("VMCLEAR {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
         self.vmx.launched.borrow_mut().remove(&vmcs);
         self.vmx.cleared.borrow_mut().push(vmcs);
@@ -201,6 +218,7 @@ impl VmxCpu for Model {
         }
     }
     fn invept(&self, kind: u64, ept_pointer: u64) {
+        self.vmx.demand_operation("INVEPT");
         demand(format_args!("INVEPT {kind}"), legal::invept(kind));
         for tags in self.vmx.tags.borrow_mut().values_mut() {
             tags.forgotten.insert(ept_pointer);
@@ -212,6 +230,7 @@ impl VmxCpu for Model {
         }
     }
     fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
+        self.vmx.demand_operation("INVVPID");
         let legal = legal::invvpid(kind, vpid, address, &self.limits);
         demand(format_args!("INVVPID {kind} of {vpid}, {address:#x}"), legal);
     }

@@ -97,6 +97,21 @@ const VMXON_AT: u64 = 0x1_0000;
 const VMCS_AT: u64 = 0x1_1000;
 const PTR: u64 = 0x100;
 
+/// A CPU of the host's.
+fn model() -> Model {
+    let mut model = Model::default();
+    model.vmx.writes_read_only = true;
+    model.xcr0 = 7;
+    model.msrs.insert(x86::vmcs::capability::FEATURE_CONTROL, 5);
+    for (at, value) in
+        [(msr::STAR, 0x1111), (msr::LSTAR, 0xffff_ffff_8200_0080), (msr::SYSCALL_MASK, 3)]
+    {
+        model.wrmsr(at, value);
+    }
+    model.host = model.moved;
+    model
+}
+
 /// CPUs are one process's: a test has them alone.
 static CPUS: Mutex<()> = Mutex::new(());
 
@@ -139,17 +154,9 @@ impl Rig {
         let alone = CPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = percpu::set_up(f, 4);
         host::std_port::test::set_cpu(0);
-        let mut model = Model::default();
-        model.vmx.writes_read_only = true;
-        model.xcr0 = 7;
-        model.msrs.insert(x86::vmcs::capability::FEATURE_CONTROL, 5);
-        for (at, value) in
-            [(msr::STAR, 0x1111), (msr::LSTAR, 0xffff_ffff_8200_0080), (msr::SYSCALL_MASK, 3)]
-        {
-            model.wrmsr(at, value);
-        }
-        model.host = model.moved;
-        let mut c = Counting::new(model);
+        // The vCPU moves to another, and has its model go with it.
+        percpu::enable(&mut model(), 1).unwrap();
+        let mut c = Counting::new(model());
         percpu::enable(&mut c, 0).unwrap();
         let mut v = Vmx::new(c, f).unwrap();
         v.set_limits(GuestLimits {
