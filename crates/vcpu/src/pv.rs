@@ -103,8 +103,9 @@ pub struct PvState {
 impl PvState {
     /// INIT: nothing is written any more into pages that a kernel before had.
     pub(crate) fn forget_pages(&mut self) {
-        let Self { wall_clock_msr, poll_off, enforced, .. } = *self;
-        *self = Self { wall_clock_msr, poll_off, enforced, ..Self::default() };
+        // Hyper-V's MSRs outlast INIT, and what the VMM has switched on is the VMM's: as stock KVM has it.
+        let Self { wall_clock_msr, poll_off, hyperv, enforced, .. } = *self;
+        *self = Self { wall_clock_msr, poll_off, hyperv, enforced, ..Self::default() };
     }
 
     /// KVM_KVMCLOCK_CTRL. False without a clock page.

@@ -4,7 +4,8 @@ mod rig;
 
 use backend::{RAX, RCX, RDX};
 use cpuid::{ENLIGHTENED_VERSIONS, HyperV};
-use gannet_vcpu::{By, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
+use irqchip::lapic::Accepted;
 use nested_vmx::Vmcs12;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, offered, vmcs12};
 use rig::vmx::{exit, shutdown};
@@ -324,4 +325,19 @@ fn l1_reads_other_capabilities_than_the_vmm() {
     assert_ne!(of_vmm & 1 << (32 + 14), 0);
     assert_eq!(of_l1 & 1 << (32 + 14), 0);
     assert_eq!(of_l1 & !of_vmm, 0);
+}
+
+/// They are no pages that a kernel has given for the host to write to, and what the VMM has switched on is the VMM's.
+#[test]
+fn an_init_leaves_them() {
+    let (mut vcpu, _vm) = rig::vmx::vcpu_offered(features(), offered());
+    assert_eq!(vcpu.enable_enlightened_vmcs(), 0x101);
+    vcpu.write_msr(HV_VP_INDEX, 7, By::Vmm).unwrap();
+    vcpu.write_msr(HV_VP_ASSIST_PAGE, ASSIST, By::Vmm).unwrap();
+    vcpu.shared().deliver(Accepted::Init);
+    vcpu.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(vcpu.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(vcpu.enlightened_versions(), ENLIGHTENED_VERSIONS);
+    assert_eq!(vcpu.read_msr(HV_VP_INDEX, By::Vmm), Ok(7));
+    assert_eq!(vcpu.read_msr(HV_VP_ASSIST_PAGE, By::Vmm), Ok(ASSIST));
 }
