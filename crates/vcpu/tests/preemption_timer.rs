@@ -495,3 +495,20 @@ fn a_deadline_that_stays_due_does_not_hold_off_the_host() {
     b.unload(Onward::ToGuest);
     assert_eq!(left, 4);
 }
+
+/// The page says nothing of the deadline, which goes on: a VMM may set the registers of a vCPU that is to run on.
+#[test]
+fn a_page_that_is_read_and_set_again_leaves_the_deadline() {
+    let with_timer = timed();
+    let (mut without, _) = vcpu_of(features(), Format::npt(4, 0));
+    apic(&mut without, 1 << 18);
+    for mut v in [with_timer, without] {
+        let deadline = ahead(&mut v, 1_000_000);
+        v.write_msr(DEADLINE, deadline, By::Vmm).unwrap();
+        let mut page = [0; irqchip::lapic::REGISTER_PAGE];
+        v.lapic_page(&mut page);
+        v.set_lapic_page(&page).unwrap();
+        assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(deadline));
+        assert_ne!(v.shared().lapic.next_expiry(), irqchip::lapic::Expiry::Never);
+    }
+}

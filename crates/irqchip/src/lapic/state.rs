@@ -97,7 +97,8 @@ impl Lapic {
 
     /// Takes over a register page. The mode is that of the base MSR, which is restored before.
     ///
-    /// The TSC deadline is no register of this page; its MSR is to be restored after it.
+    /// The TSC deadline is no register of this page: one that runs goes on if the timer's mode stays, and
+    /// otherwise its MSR is to be restored after it.
     ///
     /// # Errors
     /// [`RestoreError`] when in x2APIC mode a 32-bit id is not this vCPU's; nothing is changed then.
@@ -118,6 +119,8 @@ impl Lapic {
             self.ldr.store(get(page, reg::LDR) & 0xff00_0000, Relaxed);
             self.dfr.store(get(page, reg::DFR) | 0x0fff_ffff, Relaxed);
         }
+        // By the entry of before, which the page replaces.
+        let deadline = self.tsc_deadline();
         // Before the LVT: a disabled APIC would mask what is written.
         let svr = get(page, reg::SVR);
         self.svr.store(svr & 0x3ff | svr & svr::DIRECTED_EOI, Relaxed);
@@ -151,11 +154,10 @@ impl Lapic {
         self.refresh_pending();
         // Last: the processor priority follows from what is in service.
         self.set_tpr(get(page, reg::TPR) as u8);
-        Ok(self.timer_restore(
-            get(page, reg::TIMER_INITIAL),
-            get(page, reg::TIMER_CURRENT),
-            get(page, reg::TIMER_DIVIDE),
-            now_ns,
-        ))
+        let (initial, divide) = (get(page, reg::TIMER_INITIAL), get(page, reg::TIMER_DIVIDE));
+        if deadline != 0 && self.tsc_deadline_mode() {
+            return Ok(self.timer_keep(initial, divide));
+        }
+        Ok(self.timer_restore(initial, get(page, reg::TIMER_CURRENT), divide, now_ns))
     }
 }

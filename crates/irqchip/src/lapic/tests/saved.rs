@@ -88,3 +88,29 @@ fn an_expiry_whose_host_timer_has_not_fired_is_not_lost() {
     let c = xapic(0);
     assert_eq!(c.restore(&save(&a, false, NOW + 5_000), false, 100), Ok(TimerOp::Leave));
 }
+
+/// The deadline is no register of the page: what is restored in its mode leaves it running.
+#[test]
+fn a_deadline_that_runs_outlasts_a_restore_in_its_mode() {
+    const DEADLINE: u32 = 2 << 17 | 0xec;
+    let clock = |now_ns| TimerClock { now_ns, guest_tsc: now_ns, tsc_khz: 1_000_000 };
+    for hv in [false, true] {
+        let lapic = xapic(0);
+        let _ = lapic.write(LVT_TIMER, DEADLINE);
+        if hv {
+            assert_eq!(lapic.switch_to_hv_timer(), Expiry::Never);
+        }
+        let _ = lapic.set_tsc_deadline(NOW + 500, &clock(NOW));
+        let expiry = lapic.next_expiry();
+        let page = save(&lapic, false, NOW);
+        assert_eq!(lapic.restore(&page, false, NOW), Ok(TimerOp::Leave));
+        assert_eq!((lapic.tsc_deadline(), lapic.next_expiry()), (NOW + 500, expiry));
+        // In another mode it is over, in both directions.
+        let mut other = page;
+        other[LVT_TIMER as usize..][..4].copy_from_slice(&0xecu32.to_le_bytes());
+        assert_eq!(lapic.restore(&other, false, NOW), Ok(TimerOp::Leave));
+        assert_eq!((lapic.tsc_deadline(), lapic.next_expiry()), (0, Expiry::Never));
+        assert_eq!(lapic.restore(&page, false, NOW), Ok(TimerOp::Leave));
+        assert_eq!((lapic.tsc_deadline(), lapic.next_expiry()), (0, Expiry::Never));
+    }
+}

@@ -5,7 +5,7 @@ use x86::apic::lvt;
 
 use super::{BY_TSC, Timer, TimerChange, TimerOp};
 use crate::atomic::Ordering::*;
-use crate::lapic::Lapic;
+use crate::lapic::{Lapic, LocalVector};
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
@@ -137,6 +137,18 @@ impl Lapic {
         let counts = left.div_ceil(timer.count_ns(timer.divide_register()));
         // Rounded up above: without the limit a guest could read more than it wrote.
         u32::try_from(counts).unwrap_or(u32::MAX).min(timer.initial())
+    }
+
+    /// For a restored state in the mode of the TSC deadline that the timer runs for: it goes on.
+    pub(in crate::lapic) fn timer_keep(&self, initial: u32, divide: u32) -> TimerOp {
+        let timer = &self.timer;
+        timer.set_divide_register(divide & 0xb);
+        timer.set_initial(initial);
+        match timer.expiry_ns.load(SeqCst) {
+            // It has come meanwhile, and the page may have overwritten its request.
+            0 => TimerOp::Expired(self.deliver_local(LocalVector::Timer)),
+            _ => TimerOp::Leave,
+        }
     }
 
     /// For a restored state: the timer as saved registers say, `current` counts before the expiry.
