@@ -14,7 +14,7 @@ use host::page::Page;
 use host::std_port::test as surroundings;
 use mmu::Region;
 use rig::{Machine, TestVcpu, add_vcpu, exit, shutdown, vcpu, vcpu_of, vm};
-use x86::vmcb::{ExitCode, Vmcb};
+use x86::vmcb::{ExitCode, Vmcb, vintr};
 
 const APIC: u64 = 0xfee0_0000;
 const X2APIC_ON: u64 = 0xfee0_0d00;
@@ -149,6 +149,23 @@ fn a_register_of_the_apics_page_is_one_vmrun() {
         assert_budget(what, &ten, 10, 0, 0);
         assert_in_loop(what, &ten);
     }
+}
+
+#[test]
+fn the_error_of_a_load_that_finds_no_register_comes_with_the_next_entry() {
+    let mut v = with_xapic();
+    let lapic = &v.shared().lapic;
+    let (_, _) = (lapic.write(0xf0, 0x1ff), lapic.write(0x370, 0x71));
+    v.backend().cpu().inner().then(device(APIC | 0x40, false, 0));
+    v.backend().cpu().inner().then(|vmcb, _| {
+        assert_ne!(vmcb.control.int_ctl & vintr::IRQ, 0);
+        assert_eq!(vmcb.control.int_vector, 0x71);
+        vmcb.control.exit_code = UNKNOWN;
+    });
+    let before = v.backend().cpu().counts();
+    assert!(matches!(v.run(&RunInput::default()), UserExit::InternalError { .. }));
+    let counts = v.backend().cpu().counts().since(&before);
+    assert_eq!((counts.of(Op::Vmrun), counts.of(Op::Stgi)), (2, 1), "in the loop");
 }
 
 #[test]

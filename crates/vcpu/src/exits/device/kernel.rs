@@ -50,7 +50,10 @@ impl<B: Backend> Vcpu<B> {
                 let (value, then) = if offset == TIMER_CURRENT {
                     self.with_kernel(|v| v.shared.lapic.read(offset, host::clock::monotonic_ns))
                 } else {
-                    (self.shared.lapic.read(offset, || 0), Next::Again)
+                    let value = self.shared.lapic.read(offset, || 0);
+                    // A register that is not there is an error, which may have an interrupt of its own.
+                    self.pending.raise_if(self.shared.lapic.maybe_pending());
+                    (value, Next::Again)
                 };
                 // The number is masked: it comes from the guest's instruction.
                 let index = usize::from(dest.index & 15);
