@@ -85,6 +85,17 @@ impl Default for IoApicState {
     }
 }
 
+/// What a guest's store has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Written {
+    /// The pin that is unmasked by it.
+    pub unmasked: Option<u32>,
+    /// Level pins that are asserted and that nothing holds back any more: the caller passes them to
+    /// [`IoApic::retry`], once it has lowered those lines of which it is not known whether they are still high.
+    pub waiting: u32,
+}
+
 /// An I/O APIC.
 #[derive(Clone, Debug, Default)]
 pub struct IoApic {
@@ -94,6 +105,8 @@ pub struct IoApic {
     sources: [u32; PINS],
     /// Ends of interrupt in a row that found the pin still asserted.
     storm: [u16; PINS],
+    /// Edge pins whose line is high and whose rise was sent.
+    delivered: u32,
     /// Pins whose acknowledgements somebody counts, edge or level.
     listeners: u32,
     /// How destinations are understood.
@@ -179,6 +192,9 @@ impl IoApic {
             return LineStatus::Delivered(1);
         }
         let was_high = self.state.irr & mask != 0;
+        if !was_high {
+            self.delivered &= !mask;
+        }
         // Before anything can hold the pin back: what is not sent now is found asserted by eoi()
         // and by a write that takes the mask away.
         self.state.irr |= mask;
@@ -202,6 +218,9 @@ impl IoApic {
             return LineStatus::Ignored;
         };
         let message = IrqMessage { notify_eoi: self.listeners & 1 << pin != 0, ..message };
+        if !level {
+            self.delivered |= 1 << pin;
+        }
         // Sent before remote IRR is set: nothing comes in between, for the VM's interrupt lock is
         // held.
         let taken = deliver(message);
@@ -293,21 +312,16 @@ impl IoApic {
         }
     }
 
-    /// A guest store at `offset` from the base. Returns the pin that is unmasked by it.
-    pub fn write(
-        &mut self,
-        offset: u64,
-        value: u32,
-        deliver: &mut impl FnMut(IrqMessage) -> bool,
-    ) -> Option<u32> {
+    /// A guest store at `offset` from the base.
+    pub fn write(&mut self, offset: u64, value: u32) -> Written {
         match offset & 0xf0 {
             // Eight bits, as the register has: the index is the guest's, and is checked where it is
             // used.
             REG_SELECT => self.state.ioregsel = value & 0xff,
-            REG_WINDOW => return self.write_selected(value, deliver),
+            REG_WINDOW => return self.write_selected(value),
             _ => {}
         }
-        None
+        Written::default()
     }
 
     fn read_selected(&self) -> u32 {
@@ -326,19 +340,17 @@ impl IoApic {
         }
     }
 
-    fn write_selected(
-        &mut self,
-        value: u32,
-        deliver: &mut impl FnMut(IrqMessage) -> bool,
-    ) -> Option<u32> {
+    fn write_selected(&mut self, value: u32) -> Written {
         let index = self.state.ioregsel;
         // Version and arbitration id are read-only: they fall through to a pin that does not exist.
         if index == 0 {
             self.state.id = value >> 24 & 0xf;
-            return None;
+            return Written::default();
         }
-        let pin = (index.wrapping_sub(0x10) >> 1) as usize;
-        let entry = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl)?;
+        let pin = index.wrapping_sub(0x10) >> 1;
+        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
+            return Written::default();
+        };
         let old = *entry;
         let shift = (index & 1) * 32;
         // The other half stays: an entry is written by two stores.
@@ -350,16 +362,23 @@ impl IoApic {
             new &= !rte::REMOTE_IRR;
         }
         *entry = new;
-        if new & rte::LEVEL != 0 && self.state.irr & 1 << pin != 0 {
-            // A level that was held back by the mask goes out now; an edge under the mask is lost.
-            self.service(pin, deliver);
+        // A level that was held back by the mask goes out now; an edge under the mask is lost.
+        let held_back = new & (rte::LEVEL | rte::MASKED | rte::REMOTE_IRR) == rte::LEVEL;
+        Written {
+            unmasked: (old & !new & rte::MASKED != 0).then_some(pin),
+            // The pin is below 24 here: the entry above was found by it.
+            waiting: if held_back { self.state.irr & 1 << pin } else { 0 },
         }
-        (old & !new & rte::MASKED != 0).then_some(pin as u32)
     }
 
-    /// The state for saving.
+    /// The state for saving. An edge that was sent is not asserted in it: [`restore`](Self::restore) would send it
+    /// once more.
     pub fn save(&self) -> IoApicState {
-        self.state
+        let entries = self.state.redirtbl.iter();
+        // What the pin is now counts: one that was made level meanwhile is asserted as long as its line is high.
+        let edges = entries.enumerate().filter(|(_, entry)| **entry & rte::LEVEL == 0);
+        let sent = edges.fold(0, |pins, (pin, _)| pins | 1 << pin) & self.delivered;
+        IoApicState { irr: self.state.irr & !sent, ..self.state }
     }
 
     /// Takes over a saved state; pins asserted in it are delivered as if they were asserted now.
@@ -372,6 +391,7 @@ impl IoApic {
         }
         // A storm is no part of the state, and its count is of another run.
         self.storm = [0; PINS];
+        self.delivered = 0;
         for pin in bits(asserted) {
             self.drive(pin, true, deliver);
         }

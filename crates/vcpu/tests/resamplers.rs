@@ -62,8 +62,8 @@ impl Many {
         let many = Self::new();
         assert!(many.vm.irq().pio_write(0x21, 1, 0xff).is_some());
         for (register, value) in [(0x11 + GSI * 2, 0), (0x10 + GSI * 2, LEVEL | 0x50)] {
-            assert!(many.vm.irq().mmio_write(IOAPIC, &register.to_le_bytes()));
-            assert!(many.vm.irq().mmio_write(IOAPIC + 0x10, &value.to_le_bytes()));
+            assert!(many.vm.irq().mmio_write(IOAPIC, &register.to_le_bytes()).is_some());
+            assert!(many.vm.irq().mmio_write(IOAPIC + 0x10, &value.to_le_bytes()).is_some());
         }
         eventfd_signal(many.event, 1);
         many

@@ -288,6 +288,24 @@ impl IrqCore {
         }
     }
 
+    /// Pins of the I/O APIC that the guest has let go are asserted: a device whose irqfd has a resample eventfd may have let
+    /// go long ago, for it is asked at the end of an interrupt alone, and the guest's handler may serve it behind that. So its
+    /// line goes down, and it is asked: one that still wants the interrupt raises it again. Whom to tell.
+    pub(super) fn resample(&self, state: &mut State, pins: u32) -> AtOnce {
+        if state.resamplers.is_empty() {
+            return AtOnce::default();
+        }
+        for pin in (0..irqchip::ioapic::PINS as u32).filter(|pin| pins & 1 << pin != 0) {
+            if let Some(gsi) = state.routing.gsi_of_pin(Chip::IoApic, pin)
+                && state.resamplers.of(gsi).is_some()
+            {
+                self.drive(state, gsi, Source::Resample, false);
+            }
+        }
+        self.update_pic(state);
+        self.resamplers_of(state, pins.into())
+    }
+
     fn pulse_pit(&self, state: &mut State) {
         self.drive(state, PIT_GSI, Source::Pit, true);
         self.drive(state, PIT_GSI, Source::Pit, false);

@@ -5,7 +5,10 @@ use core::sync::atomic::Ordering::Relaxed;
 use x86::Direction;
 
 use host::clock;
-use irqchip::{Chip, Pic, Pit, ioapic};
+use irqchip::{
+    Chip, Pic, Pit,
+    ioapic::{self, Written},
+};
 
 use super::{Irqchip, Owing, Space, VmIrq, controllers::arm_timer};
 
@@ -172,14 +175,15 @@ impl VmIrq {
             || !self.is_ioapic(address) && self.coalesced.append(Space::Memory, address, data)
     }
 
-    /// A guest's store to an address without memory. False when it is not ours.
-    pub fn mmio_write(&self, address: u64, data: &[u8]) -> bool {
+    /// A guest's store to an address without memory. `None` when it is not ours.
+    #[must_use]
+    pub fn mmio_write(&self, address: u64, data: &[u8]) -> Option<Owing> {
         // Before the I/O APIC, as the filter is one load, and nearly all writes end with it.
         if self.ioeventfds.may_match(Space::Memory, address) && self.awaited(address, data) {
-            return true;
+            return Some(Owing::NOTHING);
         }
         if !self.is_ioapic(address) {
-            return false;
+            return None;
         }
         // Registers have 32 bits: a wider store is cut, a narrower one widened, as in stock KVM.
         let mut bytes = [0; 4];
@@ -189,14 +193,18 @@ impl VmIrq {
         // The lock is held through the write: what the register says and what is sent by it belong
         // together.
         let mut state = self.core.state.lock();
-        let unmasked = state.ioapic.write(
-            address - ioapic::DEFAULT_BASE,
-            u32::from_le_bytes(bytes),
-            &mut self.core.output(),
-        );
+        let Written { unmasked, waiting } =
+            state.ioapic.write(address - ioapic::DEFAULT_BASE, u32::from_le_bytes(bytes));
         if let Some(pin) = unmasked {
             state.unmasked(Chip::IoApic, pin);
         }
-        true
+        if waiting == 0 {
+            return Some(Owing::NOTHING);
+        }
+        let told = self.core.resample(&mut state, waiting);
+        state.ioapic.retry(waiting, &mut self.core.output());
+        // Who is told may come back, and finds the lock.
+        drop(state);
+        Some(told.signal())
     }
 }

@@ -91,8 +91,8 @@ impl Long {
 
     fn program(&self, pin: u32, low: u32, dest: u32) {
         for (register, value) in [(0x11 + pin * 2, dest << 24), (0x10 + pin * 2, low)] {
-            assert!(self.irq.mmio_write(IOAPIC, &register.to_le_bytes()));
-            assert!(self.irq.mmio_write(IOAPIC + 0x10, &value.to_le_bytes()));
+            assert!(self.irq.mmio_write(IOAPIC, &register.to_le_bytes()).is_some());
+            assert!(self.irq.mmio_write(IOAPIC + 0x10, &value.to_le_bytes()).is_some());
         }
     }
 

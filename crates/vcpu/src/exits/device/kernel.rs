@@ -158,7 +158,12 @@ impl<B: Backend> Vcpu<B> {
         let done = apic && self.apic_page_access(address, direction, data)
             || match direction {
                 Direction::Read => self.vm.irq().mmio_read(address, data),
-                Direction::Write => self.vm.irq().mmio_write(address, data),
+                Direction::Write => {
+                    let owing = self.vm.irq().mmio_write(address, data);
+                    owing
+                        .inspect(|owing| self.events.note_owing(&mut self.pending, *owing))
+                        .is_some()
+                }
             };
         if !done {
             return false;

@@ -60,15 +60,15 @@ fn drain(irq: &VmIrq) -> Vec<(u64, u32, u32, u64)> {
 #[test]
 fn a_write_into_a_zone_waits_in_the_ring() {
     let irq = irq(Irqchip::None);
-    assert!(!irq.has_address(AT, Direction::Write) && !irq.mmio_write(AT, &[1]));
+    assert!(!irq.has_address(AT, Direction::Write) && irq.mmio_write(AT, &[1]).is_none());
     irq.register_zone(memory(AT, 0x10)).unwrap();
     irq.register_zone(port(0x70, 4)).unwrap();
     assert!(
         irq.has_address(AT, Direction::Write) && !irq.has_address(AT, Direction::Read),
         "reads exit"
     );
-    assert!(irq.mmio_write(AT, &[1]));
-    assert!(irq.mmio_write(AT + 8, &[1, 2, 3, 4, 5, 6, 7, 8]));
+    assert!(irq.mmio_write(AT, &[1]).is_some());
+    assert!(irq.mmio_write(AT + 8, &[1, 2, 3, 4, 5, 6, 7, 8]).is_some());
     assert!(irq.pio_write(0x70, 1, 0x9a).is_some() && irq.pio_write(0x72, 2, 0x1234).is_some());
     assert!(irq.pio_write(0x70, 4, 0x8765_4321).is_some());
     let mut value = 0;
@@ -90,11 +90,14 @@ fn a_write_has_to_lie_in_one_zone_whole() {
     irq.register_zone(memory(AT + 8, 8)).unwrap();
     irq.register_zone(port(0x70, 2)).unwrap();
     for (at, len) in [(AT - 1, 2), (AT + 6, 4), (AT + 15, 2), (AT + 16, 1)] {
-        assert!(!irq.mmio_write(at, &[0; 8][..len]), "{at:#x}");
+        assert!(irq.mmio_write(at, &[0; 8][..len]).is_none(), "{at:#x}");
     }
-    assert!(!irq.mmio_write(AT, &[0; 9]), "more than an entry holds");
-    assert!(!irq.mmio_write(0x70, &[0]) && irq.pio_write(0x71, 2, 0).is_none(), "spaces are apart");
-    assert!(irq.pio_write(0x71, 1, 0).is_some() && irq.mmio_write(AT + 12, &[0; 4]));
+    assert!(irq.mmio_write(AT, &[0; 9]).is_none(), "more than an entry holds");
+    assert!(
+        irq.mmio_write(0x70, &[0]).is_none() && irq.pio_write(0x71, 2, 0).is_none(),
+        "spaces are apart"
+    );
+    assert!(irq.pio_write(0x71, 1, 0).is_some() && irq.mmio_write(AT + 12, &[0; 4]).is_some());
     assert_eq!(drain(&irq).len(), 2);
 }
 
@@ -105,11 +108,11 @@ fn zones_that_wrap_or_are_empty_take_nothing() {
     irq.register_zone(memory(u64::MAX - 15, u32::MAX)).unwrap();
     irq.register_zone(memory(AT, 0)).unwrap();
     for at in [u64::MAX - 7, u64::MAX, 0, 8, AT] {
-        assert!(!irq.mmio_write(at, &[0]), "{at:#x}");
+        assert!(irq.mmio_write(at, &[0]).is_none(), "{at:#x}");
     }
     irq.register_zone(memory(0, u32::MAX)).unwrap();
-    assert!(irq.mmio_write(u64::from(u32::MAX) - 1, &[0]));
-    assert!(!irq.mmio_write(u64::from(u32::MAX) - 1, &[0, 0]));
+    assert!(irq.mmio_write(u64::from(u32::MAX) - 1, &[0]).is_some());
+    assert!(irq.mmio_write(u64::from(u32::MAX) - 1, &[0, 0]).is_none());
 }
 
 #[test]
@@ -121,9 +124,9 @@ fn zones_go_that_cover_the_range() {
     for range in [memory(AT, 0x1001), memory(AT - 1, 1), memory(u64::MAX, 2), port(0, 1)] {
         irq.unregister_zones(range).unwrap();
     }
-    assert!(irq.mmio_write(AT + 0xfff, &[0]));
+    assert!(irq.mmio_write(AT + 0xfff, &[0]).is_some());
     irq.unregister_zones(memory(AT + 0x10, 1)).unwrap();
-    assert!(!irq.has_address(AT, Direction::Write) && !irq.mmio_write(AT, &[0]));
+    assert!(!irq.has_address(AT, Direction::Write) && irq.mmio_write(AT, &[0]).is_none());
     irq.unregister_zones(memory(AT, 0x1000)).unwrap();
 }
 
@@ -183,15 +186,19 @@ fn eventfds_and_the_kernels_devices_come_first() {
     let what = IoEvent { space: Space::Memory, address: AT, len: 4, datamatch: Some(7) };
     irq.register_zone(memory(AT, 8)).unwrap();
     irq.ioeventfds().assign(what, fd).unwrap();
-    assert!(irq.mmio_write(AT, &[7, 0, 0, 0]) && irq.mmio_write(AT, &[8, 0, 0, 0]));
+    assert!(
+        irq.mmio_write(AT, &[7, 0, 0, 0]).is_some() && irq.mmio_write(AT, &[8, 0, 0, 0]).is_some()
+    );
     assert_eq!((drain(&irq), eventfd_read(fd)), (vec![(AT, 4, 0, 8)], 1));
     irq.ioeventfds().deassign(what, fd).unwrap();
-    assert!(irq.mmio_write(AT, &[7, 0, 0, 0]));
+    assert!(irq.mmio_write(AT, &[7, 0, 0, 0]).is_some());
     assert_eq!(drain(&irq).len(), 1, "the zone is not forgotten with the eventfd");
     const IOAPIC: u64 = 0xfec0_0000;
     irq.register_zone(memory(IOAPIC, 0x1000)).unwrap();
     irq.register_zone(port(0x20, 0x30)).unwrap();
-    assert!(irq.mmio_write(IOAPIC, &[1, 0, 0, 0]) && irq.pio_write(0x21, 1, 0xff).is_some());
+    assert!(
+        irq.mmio_write(IOAPIC, &[1, 0, 0, 0]).is_some() && irq.pio_write(0x21, 1, 0xff).is_some()
+    );
     assert!(drain(&irq).is_empty());
     assert!(irq.pio_write(0x43, 1, 0x36).is_some(), "there is no PIT");
     assert_eq!(drain(&irq), [(0x43, 1, 1, 0x36)]);
