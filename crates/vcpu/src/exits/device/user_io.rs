@@ -173,8 +173,16 @@ impl AccessLog {
         }
     }
 
-    /// Records an access that the kernel answered, and moves past it: some have side effects.
+    /// What the instruction has not come to goes: it is of places that the instruction no longer asks for. Kept, it would
+    /// stand before each new answer, which is never found then, until the log is full.
+    fn drop_rest(&mut self) {
+        self.count = self.cursor;
+    }
+
+    /// Records an access that was answered here, and moves past it: by a device of the kernel's, of which some have side
+    /// effects, or by memory that the instruction is about to change.
     pub(crate) fn record_done(&mut self, access: DeviceAccess) {
+        self.drop_rest();
         self.record(access);
         self.cursor = self.count;
     }
@@ -182,6 +190,7 @@ impl AccessLog {
     /// Has user space asked for an access. More than the log holds is none that an instruction makes
     /// which is emulated in earnest.
     pub(crate) fn ask(&mut self, access: DeviceAccess) -> Stop {
+        self.drop_rest();
         // Refused and not dropped: an answer that is not remembered would be asked for without an
         // end.
         if self.count >= LOG {
@@ -358,8 +367,10 @@ mod tests {
         let (port, load) = (DeviceAccess::port_in(1, 1), DeviceAccess::load(Gpa(0), 4));
         assert_eq!(log.ask(port), Stop::NeedUser);
         log.answer([9; 8], [1; 8]);
+        assert_eq!(log.next(&port), Some([1; 8]));
         assert_eq!(log.ask(load), Stop::NeedUser);
         log.answer([2; 8], [9; 8]);
+        log.rewind();
         assert_eq!(log.next(&port), Some([1; 8]));
         assert_eq!(log.next(&port), None);
         assert_eq!(log.next(&DeviceAccess::port_in(2, 1)), None);
@@ -368,6 +379,25 @@ mod tests {
         assert_eq!(log.next(&load), None);
         log.rewind();
         assert_eq!(log.next(&port), Some([1; 8]));
+    }
+
+    /// Another vCPU may remap the page between two answers, again and again.
+    #[test]
+    fn an_answer_is_found_behind_one_of_another_place() {
+        let (was, is) = (DeviceAccess::load(Gpa(0), 4), DeviceAccess::load(Gpa(0x1000), 4));
+        let mut log = AccessLog::default();
+        for (before, now) in [(is, was), (was, is)].into_iter().cycle().take(2 * LOG) {
+            log.rewind();
+            assert_eq!((log.next(&now), log.ask(now)), (None, Stop::NeedUser));
+            log.answer([7; 8], [9; 8]);
+            log.rewind();
+            assert_eq!((log.next(&before), log.next(&now)), (None, Some([7; 8])));
+        }
+        // A device of the kernel's in its place.
+        log.rewind();
+        log.record_done(DeviceAccess { data: [3; 8], ..was });
+        log.rewind();
+        assert_eq!((log.next(&was), log.next(&is)), (Some([3; 8]), None));
     }
 
     #[test]
