@@ -13,6 +13,7 @@ use host::page::Page;
 use mmu::Region;
 use rig::{Machine, TestVcpu, add_vcpu, vm};
 use svm::Features;
+use x86::Rflags;
 use x86::vmcb::{ExitCode, Vmcb};
 
 const CODE: u64 = 0xf000;
@@ -319,4 +320,41 @@ fn items_of_a_port_that_is_asked_no_more_hold_nobody_up() {
         let done = 3000 - gprs.0[RCX];
         assert_eq!((vmcb.save.rip, done), (CODE, emulate::ITERATIONS_PER_CALL.into()));
     });
+}
+
+/// The VMM stores what it is asked to, as flash memory does, or takes the slot away, before the instruction completes.
+#[test]
+fn a_read_modify_write_of_memory_that_is_read_only_reads_it_once() {
+    // Of 1 in memory and EAX, and 2 in ECX: what is stored, ECX and ZF then. LOCK CMPXCHG [EBX], ECX; LOCK XADD; XCHG;
+    // LOCK BTS; DEC.
+    let codes: [(&[u8], u8, u64, bool); 5] = [
+        (&[0xf0, 0x0f, 0xb1, 0x0b], 2, 2, true),
+        (&[0xf0, 0x0f, 0xc1, 0x0b], 3, 1, false),
+        (&[0x87, 0x0b], 2, 1, false),
+        (&[0xf0, 0x0f, 0xab, 0x0b], 5, 2, false),
+        (&[0xff, 0x0b], 0, 2, true),
+    ];
+    for ((code, stored, ecx, equal), gone) in codes.iter().flat_map(|c| [(*c, false), (*c, true)]) {
+        let mut guest = guest(code);
+        let memory = guest.memory(1, 2, DEVICE);
+        memory.bytes()[0].store(1, Relaxed);
+        guest.then(|vmcb, gprs| {
+            device(true)(vmcb, gprs);
+            (vmcb.save.rax, gprs.0[RCX]) = (1, 2);
+        });
+        let data = [stored, 0, 0, 0, 0, 0, 0, 0];
+        let asked = UserExit::Mmio { gpa: DEVICE, len: 4, write: true, data };
+        assert_eq!(guest.run(), asked, "{code:02x?}");
+        memory.bytes()[0].store(stored, Relaxed);
+        if gone {
+            guest.delete(1);
+        }
+        guest.ends(move |vmcb, gprs| {
+            let flags = Rflags::from_bits_retain(vmcb.save.rflags);
+            assert_eq!((vmcb.save.rax, gprs.0[RCX]), (1, ecx), "{code:02x?}");
+            assert_eq!(flags.contains(Rflags::ZF), equal, "{code:02x?}");
+            assert!(!flags.contains(Rflags::CF), "{code:02x?}: the bit was clear");
+            assert_eq!(vmcb.save.rip, CODE + code.len() as u64, "{code:02x?}");
+        });
+    }
 }

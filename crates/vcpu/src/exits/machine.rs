@@ -126,7 +126,14 @@ impl<B: Backend> Machine for Vcpu<B> {
         let data = match self.device.user_io.log.next(&access) {
             Some(answer) => answer,
             None if self.mmu.is_memory(gpa, Direction::Read) => {
-                return self.mmu.memory.read(gpa, into).map_err(memory_stop);
+                self.mmu.memory.read(gpa, into).map_err(memory_stop)?;
+                // What is to be stored there is asked of user space, which may carry it out before the instruction is begun
+                // anew. Of memory that can be written nothing is kept: a locked instruction has to see what others store.
+                if how == Access::Modify && !self.mmu.is_memory(gpa, Direction::Write) {
+                    let log = &mut self.device.user_io.log;
+                    log.record_done(DeviceAccess { data: padded(into), ..access });
+                }
+                return Ok(());
             }
             None => self.device(access)?,
         };
