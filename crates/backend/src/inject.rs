@@ -107,8 +107,9 @@ pub trait Injection {
     fn end_step(&mut self);
     /// Whether a #DB exit was our own single step.
     fn own_single_step(&mut self) -> bool;
-    /// After a #DB exit of which user space hears and not the guest: the next entry goes on behind it. `bits`: what DR6 says of it.
-    fn pass_debug(&mut self, bits: u64);
+    /// After a #DB exit of which user space hears and not the guest: the next entry goes on behind it. `bits`: what DR6 says of
+    /// it; `before`: what that is to be again, where the exit has left it written.
+    fn pass_debug(&mut self, bits: u64, before: u64);
 
     /// What serves a local APIC, where CPUs of this kind may.
     fn served_apic(&self) -> Option<&Self::ServedApic>;

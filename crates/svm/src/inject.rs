@@ -338,8 +338,10 @@ impl<C: Cpu> Injection for Svm<C> {
         core::mem::take(&mut self.cold.nmi.step) == Step::Trapped
     }
 
-    /// VMRUN asks for nothing.
-    fn pass_debug(&mut self, _bits: u64) {}
+    /// VMRUN asks for nothing. But the CPU has written DR6 before it has looked at the intercept.
+    fn pass_debug(&mut self, _bits: u64, before: u64) {
+        self.vmcb_mut(Clean::DR).save.dr6 = before;
+    }
 
     #[inline(always)]
     fn served_apic(&self) -> Option<&Absent> {

@@ -9,11 +9,16 @@ use gannet_vcpu::{By, RunInput, UserExit};
 use mmu::Format;
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
 use vmx::Features;
+use x86::vmcb::ExitCode;
 use x86::vmcs::{ExitReason, ProcControls, event, field};
 
 const ENABLE: u32 = 1;
+const STEP: u32 = 2;
 const HARDWARE: u32 = 0x2_0000;
 const BLOCKED: u32 = 0x10_0000;
+const TF: u64 = 1 << 8;
+const RESET: u64 = 0xffff_0ff0;
+const BS: u64 = 1 << 14;
 const OWN: [u64; 6] = [1, 2, 3, 4, 0xffff_0ff0, 0x400];
 /// DR0 to DR7 as the VMM gives them: execution at 0x1000.
 const THEIRS: [u64; 8] = [0x1000, 0, 0, 0, 0, 0, 0, 0x402];
@@ -116,5 +121,65 @@ fn a_blocked_interrupt_is_not_lost() {
         });
         assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
         assert!(seen.load(std::sync::atomic::Ordering::Relaxed), "apicv {apicv}");
+    }
+}
+
+/// The guest steps itself over an instruction that exits.
+#[test]
+fn a_trap_of_the_guests_is_told_in_its_own_dr6() {
+    let own = [1, 2, 3, 4, RESET | 3, 0x2400];
+    let left = [1, 2, 3, 4, RESET | BS, 0x400];
+    let theirs = [0x1000, 0, 0, 0, RESET, 0x402];
+    let mut v = vcpu();
+    v.set_debug_regs(own);
+    v.set_guest_debug(ENABLE | HARDWARE, THEIRS);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+        vmcs.set(field::GUEST_RFLAGS, TF | 2);
+    });
+    run(&mut v);
+    assert_eq!((v.debug_regs(), v.backend().debug_regs()), (left, theirs));
+
+    let mut v = rig::vcpu();
+    v.set_debug_regs(own);
+    v.set_guest_debug(ENABLE | HARDWARE, THEIRS);
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        rig::exit(ExitCode::Cpuid)(vmcb, gprs);
+        vmcb.save.rflags |= TF;
+    });
+    v.backend().cpu().inner().then(rig::unknown);
+    assert_eq!(v.run(&RunInput::default()), rig::UNKNOWN);
+    assert_eq!((v.debug_regs(), v.backend().debug_regs()), (left, theirs));
+}
+
+/// What DR6 is in the block, which an AMD CPU has written when it exits, and what the VMM is told.
+fn met(v: &mut rig::TestVcpu, bits: u64) -> u64 {
+    v.backend().cpu().inner().then(move |vmcb, gprs| {
+        rig::exit(ExitCode::ExcpDb)(vmcb, gprs);
+        vmcb.save.dr6 |= bits;
+    });
+    match v.run(&RunInput::default()) {
+        UserExit::Debug { exception: 1, dr6, .. } => dr6,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn on_amd_a_step_of_the_vmms_is_not_told_twice() {
+    let mut v = rig::vcpu();
+    v.set_guest_debug(ENABLE | HARDWARE | STEP, THEIRS);
+    assert_eq!(met(&mut v, BS), RESET | BS);
+    v.set_guest_debug(ENABLE | HARDWARE, THEIRS);
+    assert_eq!([met(&mut v, 1), met(&mut v, 2)], [RESET | 1, RESET | 2]);
+    assert_eq!(v.debug_regs()[4], RESET);
+    // With a step alone the registers are the guest's.
+    for own in [RESET, RESET | BS | 2] {
+        v.set_guest_debug(0, [0; 8]);
+        v.set_debug_regs([0, 0, 0, 0, own, 0x400]);
+        v.set_guest_debug(ENABLE | STEP, [0; 8]);
+        for _ in 0..2 {
+            assert_eq!(met(&mut v, BS), own | BS);
+            assert_eq!(v.debug_regs()[4], own);
+        }
     }
 }

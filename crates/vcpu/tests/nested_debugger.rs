@@ -87,6 +87,7 @@ fn single_steps_go_from_level_to_level() {
     });
     assert!(matches!(machine.run(), UserExit::Debug { exception: 1, pc: BEHIND, .. }));
     assert_eq!(machine.get(RFLAGS) & TF, 0, "L2's own");
+    assert_eq!((machine.get(DR6), machine.vcpu.debug_regs()[4]), (0xffff_0ff0, 0xffff_0ff0));
     // L1's is its own again.
     machine.vcpu.set_guest_debug(0, [0; 8]);
     machine.then(|vmcb, gprs| {

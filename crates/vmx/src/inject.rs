@@ -421,7 +421,7 @@ impl<C: Cpu> Injection for Vmx<C> {
         false
     }
 
-    fn pass_debug(&mut self, bits: u64) {
+    fn pass_debug(&mut self, bits: u64, _before: u64) {
         // A step behind the shadow's instruction: what held it back is over.
         if bits & Dr6::BS != 0 {
             self.set_shadow(false);

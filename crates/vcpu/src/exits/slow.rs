@@ -189,7 +189,7 @@ impl<B: Backend> Vcpu<B> {
                 let bits = e.payload.unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
                 if is_for_us {
                     // User space hears of it and not the guest: no entry may deliver it once more.
-                    self.b.pass_debug(bits);
+                    self.b.pass_debug(bits, self.rare.debug.dr6_before(dr6));
                     let pc = self.b.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());

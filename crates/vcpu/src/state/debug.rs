@@ -28,6 +28,8 @@ pub(crate) struct Debug {
     pub single_step: bool,
     /// The VMM's breakpoints are in the hardware's debug registers.
     borrowed: Option<Borrowed>,
+    /// The guest's own DR6 tells of a step.
+    stepped: bool,
 }
 
 /// A VMM's breakpoints are in force.
@@ -51,7 +53,10 @@ impl Debug {
         let regs = [a, b1, c, d, Dr6::new(dr6).bits(), Dr7::new(dr7).bits()];
         match &mut self.borrowed {
             Some(borrowed) => borrowed.own = regs,
-            None => b.set_debug_regs(regs),
+            None => {
+                b.set_debug_regs(regs);
+                self.note_own_step(b);
+            }
         }
     }
 
@@ -60,6 +65,36 @@ impl Debug {
         if let Some(borrowed) = &mut self.borrowed {
             borrowed.own = b.debug_regs();
             b.set_debug_regs(borrowed.theirs);
+        }
+        self.note_own_step(b);
+    }
+
+    fn note_own_step(&mut self, b: &impl Backend) {
+        let [.., dr6, _] = self.regs(b);
+        self.stepped = dr6 & Dr6::BS != 0;
+    }
+
+    /// What the hardware's DR6 was before a #DB of which the VMM hears, where the CPU has made `dr6` of it before its exit.
+    pub(crate) fn dr6_before(&self, dr6: u64) -> u64 {
+        match self.borrowed {
+            Some(Borrowed { theirs: [.., before, _], .. }) => before,
+            None if self.stepped => dr6,
+            None => dr6 & !Dr6::BS,
+        }
+    }
+
+    /// An exception on its way to the guest: where the VMM's breakpoints are in the hardware, what a #DB leaves in DR6 and
+    /// DR7 is left in the guest's own.
+    pub(crate) fn deliver(&mut self, exception: Exception) -> Exception {
+        const DB: u8 = 1;
+        match (&mut self.borrowed, exception) {
+            (Some(borrowed), Exception { vector, payload: Some(bits), .. }) if vector.0 == DB => {
+                let [.., dr6, dr7] = &mut borrowed.own;
+                *dr6 = Dr6::new(*dr6).after_db(bits).bits();
+                *dr7 = Dr7::new(*dr7).without_general_detect().bits();
+                Exception { payload: None, ..exception }
+            }
+            _ => exception,
         }
     }
 
@@ -90,6 +125,7 @@ impl Debug {
         let [dr0, dr1, dr2, dr3, _, _, _, dr7] = dr;
         let theirs = [dr0, dr1, dr2, dr3, Dr6::RESET.bits(), Dr7::new(dr7).bits()];
         self.borrow_regs(b, borrows.then_some(theirs));
+        self.note_own_step(b);
     }
 
     fn borrow_regs(&mut self, b: &mut impl Backend, theirs: Option<DebugRegs>) {
@@ -129,6 +165,7 @@ impl Debug {
             self.borrowed = Some(Borrowed { own: b.debug_regs(), theirs });
             b.set_debug_regs(theirs);
         }
+        self.note_own_step(b);
     }
 
     /// The guest's MOVs to and from debug registers are done here, not by the hardware.
