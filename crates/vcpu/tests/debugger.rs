@@ -183,3 +183,31 @@ fn on_amd_a_step_of_the_vmms_is_not_told_twice() {
         }
     }
 }
+
+/// OUT to a port of the VMM's under a step of its.
+fn steps_over_out(port: u64) -> rig::TestVcpu {
+    let mut v = rig::vcpu();
+    v.set_guest_debug(ENABLE | STEP, [0; 8]);
+    v.backend().cpu().inner().then(move |vmcb, _| {
+        vmcb.control.exit_code = ExitCode::Ioio.0;
+        vmcb.control.exit_info_1 = port << 16 | 1 << 4;
+        vmcb.control.exit_info_2 = vmcb.save.rip + 2;
+    });
+    assert!(matches!(v.run(&RunInput::default()), UserExit::Io { write: true, .. }));
+    v
+}
+
+#[test]
+fn a_step_over_what_user_space_completes_is_told_at_once() {
+    let completes = RunInput { immediate_exit: true, ..RunInput::default() };
+    let mut v = steps_over_out(0x99);
+    assert!(matches!(v.run(&completes), UserExit::Debug { exception: 1, dr6: 0xffff_4ff0, .. }));
+    assert_eq!(v.run(&completes), UserExit::Immediate);
+    // This port's has retired before user space hears of it.
+    for goes_on in [true, false] {
+        let mut v = steps_over_out(0x7e);
+        v.set_guest_debug(if goes_on { ENABLE | STEP } else { ENABLE }, [0; 8]);
+        let told = v.run(&completes);
+        assert_eq!(matches!(told, UserExit::Debug { .. }), goes_on, "{told:?}");
+    }
+}

@@ -162,7 +162,8 @@ impl<B: Backend> Vcpu<B> {
             return exit;
         }
         if input.immediate_exit {
-            return UserExit::Immediate;
+            // As on stock KVM the step over what was completed is told, and not at a later call.
+            return self.take_step().unwrap_or(UserExit::Immediate);
         }
         self.run_loop(input)
     }
@@ -367,11 +368,8 @@ impl<B: Backend> Vcpu<B> {
         if self.events.outer.take(Outer::TRIPLE_FAULT) && !self.gives_triple_fault_to_l1() {
             return Err(UserExit::Shutdown.into());
         }
-        if self.events.outer.take(Outer::STEPPED) {
-            let [.., dr7] = self.b.debug_regs();
-            let pc = self.b.linear_rip();
-            // DR6.BS with the bits that are always set.
-            return Err(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 }.into());
+        if let Some(stepped) = self.take_step() {
+            return Err(stepped.into());
         }
         if self.events.outer.take(Outer::NESTED) {
             self.end_l2_outside();
@@ -383,6 +381,19 @@ impl<B: Backend> Vcpu<B> {
             return Err(UserExit::SetTpr.into());
         }
         self.take_smi()
+    }
+
+    /// The step that the VMM has made over an instruction that was carried out here.
+    #[cold]
+    #[inline(never)]
+    fn take_step(&mut self) -> Option<UserExit> {
+        if !self.events.outer.take(Outer::STEPPED) {
+            return None;
+        }
+        let [.., dr7] = self.b.debug_regs();
+        let pc = self.b.linear_rip();
+        // DR6.BS with the bits that are always set.
+        Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 })
     }
 
     /// Whether another vCPU has woken this one from its HLT, or spares it the next, whatever interrupts it lets in

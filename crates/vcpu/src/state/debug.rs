@@ -5,7 +5,7 @@ use backend::{Backend, DebuggerWants, Nested};
 use emulate::Stop;
 use x86::{Cr4, Dr6, Dr7, Exception, Rflags};
 
-use crate::Vcpu;
+use crate::{Vcpu, run::events::Outer};
 
 /// Bits of `kvm_guest_debug.control` (KVM API §4.87).
 pub(crate) mod guestdbg {
@@ -249,6 +249,10 @@ impl<B: Backend> Vcpu<B> {
     /// Begins or ends the VMM's debugging of the guest (KVM_SET_GUEST_DEBUG).
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
         self.rare.debug.set(&mut self.b, control, dr);
+        if !self.rare.debug.single_step {
+            // Who no longer steps hears of no step.
+            self.events.outer.set(Outer::STEPPED, false);
+        }
         // BLOCKIRQ may have come or gone.
         self.smm.show_pending(&mut self.events, &self.rare.debug);
         self.pending.raise();
