@@ -309,6 +309,17 @@ fn a_flush_that_was_left_to_another_host_is_done() {
     }
 }
 
+#[test]
+fn a_priority_that_is_none_is_not_set() {
+    let mut v = vcpu();
+    let mut s = v.sregs();
+    for (given, then) in [(5, 5), (16, 5), (u64::MAX, 5), (15, 15)] {
+        s.cr8 = given;
+        v.set_sregs(&s, None).unwrap();
+        assert_eq!(v.sregs().cr8, then, "{given:#x}");
+    }
+}
+
 /// A kick (KVM_HC_KICK_CPU) ends one halt, whatever interrupts the vCPU lets in, and none that user space sets.
 #[test]
 fn a_kick_counts_for_one_halt() {

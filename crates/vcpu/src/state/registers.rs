@@ -114,10 +114,7 @@ impl Sregs {
         } else if efer.is_long() || self.cs.is_long() {
             return false;
         }
-        cr4_allowed.contains(cr4)
-            && cr0.bits() & Cr0::HIGH == 0
-            && cr0.is_consistent()
-            && self.cr8 <= 15
+        cr4_allowed.contains(cr4) && cr0.bits() & Cr0::HIGH == 0 && cr0.is_consistent()
     }
 }
 
@@ -240,7 +237,10 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr3(s.cr3);
         self.b.set_cr4(s.cr4);
         self.cpuid_inputs_changed();
-        self.set_priority_shown(s.cr8 as u8);
+        // Stock KVM leaves the priority as it is if it is given none.
+        if s.cr8 <= 15 {
+            self.set_priority_shown(s.cr8 as u8);
+        }
         self.b.flush_tlb();
         self.mmu.note_role(&self.b);
         // Behind all registers: roots and PDPTEs follow from them together.
@@ -514,6 +514,6 @@ mod tests {
         assert!(!Sregs { cr3: 1 << 63, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr4: Cr4::PAE | Cr4::VME, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr0: Cr0::PG, ..ok }.is_valid(Cr4::PAE, 48));
-        assert!(!Sregs { cr8: 16, ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(Sregs { cr8: 16, ..ok }.is_valid(Cr4::PAE, 48));
     }
 }
