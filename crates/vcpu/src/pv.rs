@@ -114,6 +114,11 @@ impl PvState {
         self.stopped
     }
 
+    /// Whether the guest has a clock page.
+    pub(crate) fn has_clock_page(&self) -> bool {
+        self.clock_page.is_some()
+    }
+
     /// Whether the guest may use a service: its CPUID offers it, or nobody asks.
     fn allows(&self, cpuid: &GuestCpuid, service: Feature) -> bool {
         !self.enforced || cpuid.has(service)

@@ -68,7 +68,7 @@ struct Write {
 pub struct TscMatch {
     /// The last TSC write of a VMM.
     last_write: Option<Write>,
-    /// Offset that new vCPUs of a frequency get: the first one's.
+    /// Offset that new vCPUs of a frequency get: the first one's, or what a VMM has set since.
     first_offset: Option<Offset>,
 }
 
@@ -111,11 +111,20 @@ impl TscMatch {
             }
         }
         let offset = value.wrapping_sub(now);
-        // The first of a round: the writes to the other vCPUs are compared with it, and vCPUs to
-        // come follow it.
-        self.last_write = Some(Write { value, at: now, offset, khz });
-        self.first_offset = Some(Offset { ticks: offset, khz });
+        // The first of a round.
+        self.note(offset, now, khz);
         offset
+    }
+
+    /// The VMM has set a vCPU's TSC at scaled host TSC `now`, by an offset of its choice: writes to other vCPUs are
+    /// compared with it, and vCPUs to come follow it.
+    pub fn note_offset(&mut self, offset: u64, now: u64, khz: u32) {
+        self.note(offset, now, NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN));
+    }
+
+    fn note(&mut self, offset: u64, now: u64, khz: NonZeroU32) {
+        self.last_write = Some(Write { value: now.wrapping_add(offset), at: now, offset, khz });
+        self.first_offset = Some(Offset { ticks: offset, khz });
     }
 }
 
@@ -140,6 +149,17 @@ mod tests {
         t.match_write(5_000_000, 1_000, 1_000_000);
         assert_eq!(t.match_write(0, 90_000, 2_000_000), 90_000u64.wrapping_neg());
         assert_eq!(t.match_write(0, 91_000, 2_000_000), 90_000u64.wrapping_neg());
+    }
+
+    #[test]
+    fn an_offset_that_is_set_is_a_write_of_the_tsc() {
+        let mut t = TscMatch::default();
+        t.new_vcpu_offset(100, 7);
+        t.note_offset(5_000, 1_000, 7);
+        assert_eq!(t.new_vcpu_offset(9_000, 7), 5_000);
+        assert_eq!(t.match_write(6_100, 1_050, 7), 5_000, "within a second of what it is by now");
+        t.note_offset(9, 1_000, 8);
+        assert_eq!(t.match_write(0, 2_000, 7), 2_000u64.wrapping_neg(), "another frequency");
     }
 
     #[test]

@@ -265,6 +265,11 @@ impl Vm {
     pub fn match_tsc(&self, value: u64, now: u64, khz: u32) -> u64 {
         self.time.lock().tsc().match_write(value, now, khz)
     }
+
+    /// The VMM has set the offset of a vCPU's TSC: the others follow.
+    pub fn note_tsc_offset(&self, offset: u64, now: u64, khz: u32) {
+        self.time.lock().tsc().note_offset(offset, now, khz);
+    }
 }
 
 /// The two address spaces. Apart, for the frame of [`Vm::new`].

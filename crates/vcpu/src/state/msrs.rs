@@ -7,9 +7,10 @@ use irqchip::lapic::BaseRules;
 use mmu::Section;
 use msr::{By, Class, Effect, MsrStore};
 use stats::VcpuCount;
+use vm::vcpu_shared::Request;
 use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, LAST_BRANCH_FROM, LAST_INT_TO, MISC_ENABLE, PAT,
-    PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
+    PLATFORM_INFO, SPEC_CTRL, TSC, TSC_ADJUST, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
 use x86::{Direction, Efer, Exception, cpuid::feature};
 
@@ -129,6 +130,10 @@ impl<B: Backend> Vcpu<B> {
                 match written {
                     Ok(()) => self.retire(next),
                     Err(Refused) => return self.msr_refused(),
+                }
+                // The clock's page follows the TSC, and is written outside.
+                if matches!(index, TSC | TSC_ADJUST) && self.shared.has_requests() {
+                    return Next::Done;
                 }
                 // EFER.NXE is in the role of shadow pages.
                 self.switch_root_in_loop(s)
@@ -342,18 +347,22 @@ impl<B: Backend> Vcpu<B> {
             nested.follow_tsc_write(delta as u64);
         }
         self.tsc_changed();
+        // The page says what the clock is at a time of the TSC, and that is another time now.
+        if self.pv.has_clock_page() {
+            self.shared.request(Request::Clock);
+        }
     }
 
     fn write_backend_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
         match index {
             EFER => self.write_efer(value, by).map_err(|_| Refused),
             TSC => {
-                let now = self.b.host_tsc();
                 if by == By::Vmm {
                     // A VMM sets TSC_ADJUST for itself: its write of the TSC does not move that
                     // along.
-                    self.set_guest_tsc(value, now);
+                    self.set_guest_tsc(value);
                 } else {
+                    let now = self.b.host_tsc();
                     // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
                     self.follow_tsc_write(value.wrapping_sub(self.b.guest_tsc(now)));
                 }
@@ -407,12 +416,17 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
     /// to give them the same TSC.
-    fn set_guest_tsc(&mut self, value: u64, now: u64) {
-        // Scaled alone: the offset is what is looked for.
-        let scaled = self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset);
+    fn set_guest_tsc(&mut self, value: u64) {
+        let scaled = self.scaled_tsc();
         let offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
         self.set_tsc_offset_by_vmm(offset);
-        self.shared.request(vm::vcpu_shared::Request::Clock);
+        self.shared.request(Request::Clock);
+    }
+
+    /// The host's TSC at the guest's rate, without an offset.
+    pub(crate) fn scaled_tsc(&mut self) -> u64 {
+        let now = self.b.host_tsc();
+        self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset)
     }
 
     /// The VMM sets what is added to the host's TSC. A timer of L1's for L2 runs on as it did; one that was restored is a
