@@ -60,6 +60,13 @@ impl<T> Srcu<T> {
         unsafe { KBox::from_raw(old) }
     }
 
+    /// Waits until no reader of this moment is left. Sleeps; never call it with a guard held.
+    pub fn wait(&self) {
+        sys::might_sleep();
+        // SAFETY: the domain lives as long as self.
+        unsafe { sys::gnt_srcu_synchronize(self.domain) };
+    }
+
     /// The value, when the borrow is unique.
     pub fn get_mut(&mut self) -> &mut T {
         // SAFETY: published pointers come from KBox::into_raw; no reader exists.

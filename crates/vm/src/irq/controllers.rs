@@ -10,7 +10,9 @@
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::*};
 
 use host::{
-    Arc, KBox, NoMemory, clock, steps,
+    Arc, KBox, NoMemory, clock,
+    srcu::Srcu,
+    steps,
     sync::SpinLock,
     timer::{TimerHandler, WithTimer},
 };
@@ -101,6 +103,8 @@ pub struct IrqCore {
     /// GSIs below this are pins of the VMM's I/O APIC (KVM_CAP_SPLIT_IRQCHIP).
     reserved: AtomicU32,
     pub(super) state: SpinLock<State>,
+    /// Entered by who sends an MSI of the routes without the lock; who replaces the routes waits for them.
+    sending: Srcu<()>,
     vcpus: Arc<VcpuTable>,
 }
 
@@ -113,6 +117,7 @@ impl IrqCore {
     pub(super) fn shared(vcpus: Arc<VcpuTable>) -> Result<SharedCore, NoMemory> {
         // First, so that nothing made on the stack waits for it.
         let (resamplers, owed) = (Arc::new(Resamplers::default())?, Owed::new()?);
+        let sending = Srcu::new(KBox::new(())?)?;
         WithTimer::new(Self {
             kind: AtomicU8::new(Irqchip::None as u8),
             intr: AtomicBool::new(false),
@@ -130,6 +135,7 @@ impl IrqCore {
                 put_off: 0,
                 retry_ns: 0,
             }),
+            sending,
             vcpus,
         })
     }
@@ -194,17 +200,29 @@ impl IrqCore {
 
     /// An edge on a GSI: high and low again. Any context.
     pub fn pulse(&self, gsi: u32) -> LineStatus {
+        // Before the look at the routes. Not the lock to the end: all queues of a device would meet there, and a delivery
+        // may wake a thread.
+        let sending = self.sending.read();
         let mut state = self.state.lock();
         if let Some(msi) = state.routing.msi(gsi) {
             drop(state);
+            #[cfg(test)]
+            test::before_an_msi();
             // The common irqfd: an MSI has no line whose two changes would have to stay together.
             return self.signal_msi(&msi);
         }
+        drop(sending);
         // Both steps under one lock: else the pin would show a level in between that nobody drives.
         let status = self.drive(&mut state, gsi, Source::User, true);
         self.drive(&mut state, gsi, Source::User, false);
         self.update_pic(&mut state);
         status
+    }
+
+    /// The routes have been replaced: waits until nothing is sent any more by those of before, as a VMM that gives the
+    /// interrupt of before to another device relies on. Process context, no lock.
+    pub(super) fn wait_for_senders(&self) {
+        self.sending.wait();
     }
 
     /// One step of [`set_line`](Self::set_line): all targets of the GSI.
@@ -530,5 +548,24 @@ pub(super) fn arm_timer(core: &SharedCore) {
     let state = core.state.lock();
     if let Some(next) = state.next_expiry() {
         core.start(next);
+    }
+}
+
+/// What a test has happen between the look at the routes and the MSI.
+#[cfg(test)]
+pub(super) mod test {
+    extern crate std;
+    use alloc::boxed::Box;
+    use core::cell::RefCell;
+
+    std::thread_local! {
+        /// Of this thread.
+        pub(crate) static BEFORE_AN_MSI: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn before_an_msi() {
+        if let Some(happens) = BEFORE_AN_MSI.take() {
+            happens();
+        }
     }
 }

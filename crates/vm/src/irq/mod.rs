@@ -23,6 +23,8 @@ mod ioeventfd;
 mod irqfd;
 mod resample;
 #[cfg(test)]
+mod routes_tests;
+#[cfg(test)]
 mod steps_tests;
 #[cfg(test)]
 mod tests;
@@ -213,6 +215,8 @@ impl VmIrq {
             core::mem::swap(&mut state.routing, &mut routing);
             state.refresh_listeners();
         }
+        // Behind this call no interrupt comes by the old routes.
+        self.core.wait_for_senders();
         // What was sent here may go elsewhere now, and to another vector.
         if self.kind() == Irqchip::Split {
             self.core.vcpus().request_all(Request::Routes);
