@@ -9,8 +9,11 @@
  * control block's physical address. `gprs` are sixteen words in the order of the instruction
  * encoding; RAX and RSP are not touched, for they travel in the control block.
  *
- * FS, GS, TR and LDTR may be the guest's before and after: nothing here may use per-CPU data, and no
- * macro used here does on an AMD CPU.
+ * FS, GS, TR and LDTR may be the guest's before and after: nothing here may use per-CPU data. Macros
+ * of the kernel's do, for its count of calls: what fills the return stack, what untrains returns, and
+ * the IBPB that the kernel has as a function. So that count is left out of the first two, and the
+ * IBPB is written out here. A check of the built object looks for accesses by GS, and for calls of
+ * anything that is not known to have none.
  *
  * What stands between the guest and the host, in the order in which it must:
  *   before   SPEC_CTRL takes the guest's value, where the two differ; the divider is used once on
@@ -47,18 +50,33 @@
 #define AT_R14	(14 * 8)
 #define AT_R15	(15 * 8)
 
+/*
+ * The kernel's count of calls is per-CPU data. It is for CPUs with CALL_DEPTH, where the module
+ * refuses SVM; but what fills the return stack sets it on all CPUs. These are expanded where they are
+ * used; the assembler's macros of that header have them already, and FILL_RETURN_BUFFER is one.
+ */
+#undef CREDIT_CALL_DEPTH
+#define CREDIT_CALL_DEPTH
+#undef CALL_THUNKS_DEBUG_INC_CTXSW
+#define CALL_THUNKS_DEBUG_INC_CTXSW
+
 /* What each kernel's own SVM code uses. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
 #define GNT_REFILL_FOR	X86_FEATURE_RSB_VMEXIT
 #else
 #define GNT_REFILL_FOR	X86_FEATURE_RETPOLINE
 #endif
+/* Where UNTRAIN_RET_VM is not, the kernel's own has UNTRAIN_RET, with an IBPB for either. */
 #ifdef UNTRAIN_RET_VM
-#define GNT_UNTRAIN	UNTRAIN_RET_VM
-#elif defined(X86_FEATURE_IBPB_ON_VMEXIT)
-#define GNT_UNTRAIN	UNTRAIN_RET; ALTERNATIVE "", "call entry_ibpb", X86_FEATURE_IBPB_ON_VMEXIT
+#define GNT_IBPB_FOR	X86_FEATURE_IBPB_ON_VMEXIT
 #else
-#define GNT_UNTRAIN	UNTRAIN_RET
+#define GNT_IBPB_FOR	X86_FEATURE_ENTRY_IBPB
+#ifdef X86_FEATURE_IBPB_ON_VMEXIT
+#define GNT_IBPB_FOR_2	X86_FEATURE_IBPB_ON_VMEXIT
+#endif
+#endif
+#ifndef GNT_IBPB_FOR_2
+#define GNT_IBPB_FOR_2	GNT_IBPB_FOR
 #endif
 #ifdef VM_CLEAR_CPU_BUFFERS
 #define GNT_CLEAR_BUFFERS	VM_CLEAR_CPU_BUFFERS
@@ -67,6 +85,13 @@
 #else
 #define GNT_CLEAR_BUFFERS	CLEAR_CPU_BUFFERS
 #endif
+
+/* FILL_RETURN_BUFFER without per-CPU data. Uses RAX. */
+.macro REFILL_RETURN_STACK feature:req
+	ALTERNATIVE "jmp .Lrefilled_\@", \
+		__stringify(__FILL_RETURN_BUFFER(%rax, RSB_CLEAR_LOOPS)), \feature
+.Lrefilled_\@:
+.endm
 
 .section .noinstr.text, "ax"
 
@@ -137,7 +162,7 @@ SYM_FUNC_START(gnt_svm_vmrun)
 	mov %r14, AT_R14(%rax)
 	mov %r15, AT_R15(%rax)
 
-	FILL_RETURN_BUFFER %rax, RSB_CLEAR_LOOPS, GNT_REFILL_FOR
+	REFILL_RETURN_STACK GNT_REFILL_FOR
 
 	pop %rdx
 	pop %rax
@@ -150,8 +175,9 @@ SYM_FUNC_START(gnt_svm_vmrun)
 	wrmsr
 .Lspec_ctrl_is_the_hosts:
 
-	/* Uses RAX, RCX and RDX. */
-	GNT_UNTRAIN
+	CALL_UNTRAIN_RET
+	ALTERNATIVE_2 "", "jmp .Libpb", GNT_IBPB_FOR, "jmp .Libpb", GNT_IBPB_FOR_2
+.Lpredictions_are_the_hosts:
 
 	xor %eax, %eax
 	xor %ecx, %ecx
@@ -177,6 +203,18 @@ SYM_FUNC_START(gnt_svm_vmrun)
 	pop %r15
 	pop %rbp
 	RET
+
+	/* As entry_ibpb() and write_ibpb() have it, but that they may write the weaker SBPB. */
+.Libpb:
+	mov $MSR_IA32_PRED_CMD, %ecx
+	mov $PRED_CMD_IBPB, %eax
+	xor %edx, %edx
+	wrmsr
+#ifdef X86_BUG_IBPB_NO_RET
+	/* On these CPUs it leaves the return stack as it is. */
+	REFILL_RETURN_STACK X86_BUG_IBPB_NO_RET
+#endif
+	jmp .Lpredictions_are_the_hosts
 
 	/* VMRUN faults when SVM is off: only on the way to a reboot may that be so. */
 .Lfault:

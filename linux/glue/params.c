@@ -166,6 +166,16 @@ static bool snp_is_on(void)
 	return false;
 }
 
+/* Each call and return changes per-CPU data then, and in the loop of SVM the GS base is the guest's. */
+static bool counts_calls(void)
+{
+#ifdef X86_FEATURE_CALL_DEPTH
+	return boot_cpu_has(X86_FEATURE_SVM) && boot_cpu_has(X86_FEATURE_CALL_DEPTH);
+#else
+	return false;
+#endif
+}
+
 /* 0 or a negative errno, with a reason in the log. NULL: they go. */
 int gnt_params_use(struct gnt_switches *given)
 {
@@ -179,6 +189,10 @@ int gnt_params_use(struct gnt_switches *given)
 	}
 	if (snp_is_on()) {
 		pr_err("SEV-SNP is enabled on the host, which is not supported\n");
+		return -EOPNOTSUPP;
+	}
+	if (counts_calls()) {
+		pr_err("the kernel counts calls (retbleed=stuff), which is not supported on AMD CPUs\n");
 		return -EOPNOTSUPP;
 	}
 	if (strcmp(given->host_state, "vmsave") && strcmp(given->host_state, "msr")) {

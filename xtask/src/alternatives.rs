@@ -10,37 +10,86 @@ use std::path::Path;
 /// Where in an entry the feature's number lies, behind the two offsets of the original and the replacement.
 const FEATURE: usize = 8;
 
+/// One alternative.
+struct Entry<'d> {
+    /// Where what is replaced begins.
+    original: Place,
+    /// The code from there on, and the replacement's.
+    code: &'d [u8],
+    replacement: &'d [u8],
+    feature: u16,
+    /// How long the two are.
+    lengths: [usize; 2],
+}
+
+/// A section's index and an offset in it.
+type Place = (usize, u64);
+
 /// The features at whose word the module executes VERW, which empties the CPU's buffers. Errors when the file is no module.
 pub fn verw(path: &Path) -> Result<BTreeSet<u16>> {
     let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
     let file = ElfFile64::<object::Endianness>::parse(&*data)?;
+    let mut found = BTreeSet::new();
+    for entry in entries(&file)? {
+        let [original, replacement] = entry.lengths;
+        // Put in, or skipped by a jump that goes away.
+        let put_in = replacement != 0 && is_verw(entry.replacement);
+        let behind = entry.code.get(original..);
+        if put_in || replacement == 0 && behind.is_some_and(is_verw) {
+            found.insert(entry.feature);
+        }
+    }
+    Ok(found)
+}
+
+/// The features of the alternatives within one function, in the order of their places. Errors when the file has no such function.
+pub fn within(path: &Path, function: &str) -> Result<Vec<u16>> {
+    let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let file = ElfFile64::<object::Endianness>::parse(&*data)?;
+    let symbol = file.symbols().find(|s| s.name() == Ok(function) && s.is_definition());
+    let symbol = symbol.with_context(|| format!("{} has no {function}", path.display()))?;
+    let section = symbol.section_index().context("a function in no section")?.0;
+    let bytes = symbol.address()..symbol.address() + symbol.size();
+    let mut found: Vec<_> = entries(&file)?
+        .into_iter()
+        .filter(|entry| entry.original.0 == section && bytes.contains(&entry.original.1))
+        .map(|entry| (entry.original.1, entry.feature))
+        .collect();
+    found.sort_by_key(|(at, _)| *at);
+    Ok(found.into_iter().map(|(_, feature)| feature).collect())
+}
+
+fn entries<'d>(file: &ElfFile64<'d, object::Endianness>) -> Result<Vec<Entry<'d>>> {
     let section = file.section_by_name(".altinstructions").context("no alternatives")?;
     let table = section.data()?;
-    let target = |relocation: &object::Relocation| -> Option<&[u8]> {
+    let target = |relocation: &object::Relocation| -> Option<(Place, &'d [u8])> {
         let RelocationTarget::Symbol(index) = relocation.target() else { return None };
         let symbol = file.symbol_by_index(index).ok()?;
-        let section = file.section_by_index(symbol.section_index()?).ok()?;
+        let index = symbol.section_index()?;
         let at = symbol.address().checked_add_signed(relocation.addend())?;
-        section.data().ok()?.get(usize::try_from(at).ok()?..)
+        let data = file.section_by_index(index).ok()?.data().ok()?;
+        Some(((index.0, at), data.get(usize::try_from(at).ok()?..)?))
     };
     let mut relocations: Vec<_> = section.relocations().collect();
     relocations.sort_by_key(|(at, _)| *at);
-    let mut found = BTreeSet::new();
     // Two relocations an entry. Entries have grown, but begin the same and end with the two lengths.
     let size = match relocations.get(2) {
         Some((second, _)) => usize::try_from(*second)?,
         None => table.len(),
     };
+    let mut found = Vec::new();
     for pair in relocations.chunks_exact(2) {
         let entry = table.get(usize::try_from(pair[0].0)?..).and_then(|e| e.get(..size));
         let entry = entry.context("the last alternative is cut off")?;
-        let [original, replacement] = [entry[size - 2], entry[size - 1]].map(usize::from);
-        // Put in, or skipped by a jump that goes away.
-        let put_in = replacement != 0 && target(&pair[1].1).is_some_and(is_verw);
-        let behind = target(&pair[0].1).and_then(|code| code.get(original..));
-        if put_in || replacement == 0 && behind.is_some_and(is_verw) {
-            found.insert(u16::from_le_bytes([entry[FEATURE], entry[FEATURE + 1]]));
-        }
+        let (original, code) = target(&pair[0].1).context("an alternative of nothing")?;
+        found.push(Entry {
+            original,
+            code,
+            // An empty one may lie where no section goes on.
+            replacement: target(&pair[1].1).map_or(&[], |(_, code)| code),
+            feature: u16::from_le_bytes([entry[FEATURE], entry[FEATURE + 1]]),
+            lengths: [entry[size - 2], entry[size - 1]].map(usize::from),
+        });
     }
     Ok(found)
 }

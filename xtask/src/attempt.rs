@@ -35,8 +35,8 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     }
     job.parameters.clone_from(&options.parameters);
     job.cpus = options.host_cpus;
-    if !options.processor.is_empty() {
-        labtest::choose_processor(&mut job, &options.processor);
+    for word in options.processor.split_whitespace() {
+        labtest::choose_processor(&mut job, word);
     }
     if let Some(seconds) = options.seconds {
         job.patience = job.patience.with_quiet(seconds);

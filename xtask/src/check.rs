@@ -2,6 +2,7 @@
 //! that the design sets.
 
 use crate::disassembly::{Image, Line};
+use crate::switch_check;
 use crate::symbols::{allowed, exported};
 use crate::tally::Tally;
 use gannet_lab::{Kernel, Layout, MACHINES};
@@ -29,7 +30,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Ok(image) => image,
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
-    let checks: [(&str, Result<(), String>); 13] = [
+    let checks: [(&str, Result<(), String>); 15] = [
         ("holds the one Rust object", core(layout, kernel, &image)),
         ("has vendors' modules that take no more than they may", vendors(layout, kernel)),
         ("has only relocations the loader accepts", relocations(&image)),
@@ -43,6 +44,11 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         ("keeps its Rust code where no probe can be", probes(&image)),
         ("empties buffers at the kernel's word, as stock KVM does", buffers(layout, kernel)),
         ("has no access of per-CPU data in its Rust code", per_cpu_data(&image)),
+        ("has none in SVM's world switch", switch_check::uses_no_per_cpu_data(layout, kernel)),
+        (
+            "has in SVM's world switch what stock KVM has against leaks",
+            switch_check::does_what_stock_does(layout, kernel),
+        ),
     ];
     for (title, result) in checks {
         tally.record(&name(kernel, title), result);

@@ -3,7 +3,8 @@
 //! A line of the list is `name | machines | kernels | modules | cpus | silence | command`, with `all` or a list with commas for machines
 //! (`amd,intel`), kernels (`6.12,6.1`) and modules (`stock,gannet,none`). A module's parameters follow its name: `stock npt=0,gannet
 //! npt=0 keep_roots=0`; `all npt=0` is both. After the number of CPUs comes what they have besides (`+la57`, on `amd`) or another
-//! model (`core2_penryn_t9600`, on `intel`), or `vmx-locked`: firmware has locked VMX away. `silence` is `-`, or for how many seconds the
+//! model (`core2_penryn_t9600`, on `intel`), or `vmx-locked`: firmware has locked VMX away, or a word for the host kernel's command line
+//! (`mitigations=auto`, which undoes the lab's `mitigations=off`). `silence` is `-`, or for how many seconds the
 //! command may print nothing (`gannet_lab::Patience`). The programs of the packages under `tests/` are in `/bin` of the machine, and so is
 //! exitbench; the guest's kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them, those of a
 //! guest with the older kernel `/guest-6.1/vmlinux` and `/guest-6.1/initramfs`. A command reports `ok NAME`, `not ok NAME: reason` or
@@ -202,11 +203,13 @@ pub fn with_programs(layout: &Layout, job: &mut Job) -> Result<()> {
     add_guests(layout, job)
 }
 
-/// What the processor has besides, or has not, or another model, or what firmware has done to it.
+/// What the processor has besides, or has not, or another model, or what firmware has done to it, or a word for the host kernel's
+/// command line.
 pub fn choose_processor(job: &mut Job, feature: &str) {
     match feature {
         "vmx-locked" => job.vmx_locked = true,
         _ if feature.starts_with(['+', '-']) => job.processor.push_str(&format!(",{feature}")),
+        _ if feature.contains('=') => job.append = format!("{} {feature}", job.append),
         _ => job.processor = feature.to_owned(),
     }
 }
@@ -505,6 +508,16 @@ mod tests {
             [both[0].clone(), more]
         );
         assert!(modules("npt=0").is_err());
+    }
+
+    #[test]
+    fn a_word_with_an_equals_sign_is_the_kernels() {
+        let mut job = Job::new(Machine::Amd, Kernel::V6_12, Module::Gannet, "true");
+        let (processor, append) = (job.processor.clone(), job.append.clone());
+        choose_processor(&mut job, "mitigations=auto");
+        choose_processor(&mut job, "+la57");
+        assert_eq!(job.append, format!("{append} mitigations=auto"));
+        assert_eq!(job.processor, format!("{processor},+la57"));
     }
 
     #[test]

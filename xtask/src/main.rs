@@ -22,6 +22,7 @@ mod report;
 mod sanitize;
 mod showcase;
 mod sources;
+mod switch_check;
 mod symbols;
 mod tally;
 mod test;
