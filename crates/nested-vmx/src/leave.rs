@@ -226,8 +226,18 @@ pub struct Known {
 
 /// Saves the hot part of L2's state and the report. Gives the groups in which vmcs02 and the VMCS12 differ now:
 /// they are composed at the next entry although L1 has changed nothing.
-pub fn save(v: &mut Vmcs12, exit: &impl Exit, report: &Report, known: &Known) -> Groups {
+/// `rights`: those of SS are among what is hot; otherwise they are saved with the segments.
+pub fn save(
+    v: &mut Vmcs12,
+    exit: &impl Exit,
+    report: &Report,
+    known: &Known,
+    rights: bool,
+) -> Groups {
     let differ = save_state(v, exit, known);
+    if rights {
+        v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
+    }
     tell(v, report);
     // Every exit clears the valid bit, lest the event be injected twice (SDM vol. 3C §28.2).
     let information = v.get(field::ENTRY_INTERRUPTION);
@@ -243,8 +253,8 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     v.set(field::GUEST_RFLAGS, exit.get(field::GUEST_RFLAGS));
     v.set(field::GUEST_INTERRUPTIBILITY, exit.get(field::GUEST_INTERRUPTIBILITY));
     v.set(field::GUEST_PENDING_DEBUG, exit.get(field::GUEST_PENDING_DEBUG));
+    // Each entry checks RIP by the mode of the code.
     v.set(field::GUEST_CS_RIGHTS, exit.get(field::GUEST_CS_RIGHTS));
-    v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
     // The hardware's field says active, unless HLT exits for nobody: L0 sleeps for L2.
     v.set(field::GUEST_ACTIVITY, known.activity);
     let mut differ = save_msrs(v, exit, known);

@@ -47,7 +47,7 @@ fn a_frequent_exit_reads_few_fields() {
     set!(v, ENTRY_INTERRUPTION = 0x8000_0030, EXIT_QUALIFICATION = 5);
     let report = Report::of(&exit);
     let known = Known { pat: v.get(field::GUEST_PAT), ..KNOWN };
-    let differ = save(&mut v, &exit, &report, &known);
+    let differ = save(&mut v, &exit, &report, &known, true);
     assert_eq!(exit.reads.get(), 9);
     assert_eq!((v.get(field::EXIT_REASON), v.get(field::INSTRUCTION_LENGTH)), (10, 2));
     assert_eq!(v.get(field::EXIT_QUALIFICATION), 0);
@@ -62,13 +62,13 @@ fn what_the_controls_ask_for_is_saved() {
     let all = 1 << 2 | 1 << 18 | 1 << 20 | 1 << 22;
     set!(v, EXIT_CONTROLS = all, ENTRY_CONTROLS = 1 << 2 | 1 << 14 | 1 << 15 | 1 << 9);
     let exit = after_cpuid();
-    let differ = save(&mut v, &exit, &Report::of(&exit), &KNOWN);
+    let differ = save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
     assert_eq!((v.get(field::GUEST_DR7), v.get(field::GUEST_DEBUGCTL)), (0x402, 2));
     assert_eq!((v.get(field::GUEST_PAT), v.get(field::GUEST_EFER)), (0x0606, 0xd01));
     assert_eq!(v.get(field::PREEMPTION_TIMER), 77);
     assert!(differ.is_empty());
     let left_long_mode = Known { efer: 0x801, activity: 1, ..KNOWN };
-    let differ = save(&mut v, &exit, &Report::of(&exit), &left_long_mode);
+    let differ = save(&mut v, &exit, &Report::of(&exit), &left_long_mode, true);
     assert!(!v.entry().contains(EntryControls::IA32E_GUEST));
     assert_eq!(v.get(field::GUEST_ACTIVITY), 1);
     assert_eq!(differ, Groups::of(Group::Flow).union(Groups::of(Group::ControlRegisters)));
@@ -123,11 +123,11 @@ fn a_delivery_that_was_interrupted_is_told() {
     exit.put(field::IDT_VECTORING, 0x8000_0b0e);
     exit.put(field::IDT_VECTORING_ERROR, 6);
     let mut v = good();
-    save(&mut v, &exit, &Report::of(&exit), &KNOWN);
+    save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
     assert_eq!(v.get(field::IDT_VECTORING), 0x8000_0b0e);
     assert_eq!(v.get(field::IDT_VECTORING_ERROR), 6);
     exit.put(field::IDT_VECTORING, 0xb0e);
-    save(&mut v, &exit, &Report::of(&exit), &KNOWN);
+    save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
     assert_eq!(v.get(field::IDT_VECTORING), 0);
 }
 

@@ -17,6 +17,7 @@ pub use enlightened::Told;
 pub use entry::{Entered, EntryBy, PendingEntry};
 pub use function::Switch;
 pub use invalidate::Invalidation;
+pub use mirror::Closed;
 
 use crate::checks::{Limits, is_fixed};
 use crate::{Capabilities, Fail, GuestMemory, Vmcs12};

@@ -3,8 +3,9 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use host::{KBox, NoMemory, page::Page};
+use nested_vmx::machine::Closed;
 use x86::Direction;
-use x86::vmcs::place::{BITMAP_BYTES, fill_bitmap};
+use x86::vmcs::place::{BITMAP_BYTES, accesses, fill_bitmap};
 
 use crate::{features::Features, vmcs::Vmcs};
 
@@ -17,6 +18,8 @@ pub(crate) struct Shadow {
     pub(crate) vmcs: Vmcs,
     pub(crate) reads: Page,
     pub(crate) writes: Page,
+    /// Lines whose accesses exit though it has them.
+    closed: Closed,
     /// vmcs01 uses it.
     pub(crate) serves: bool,
 }
@@ -44,6 +47,31 @@ impl Shadow {
         let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
         let reads = bitmap(Direction::Read, features)?;
         let writes = bitmap(Direction::Write, features)?;
-        KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
+        let closed = Closed::default();
+        KBox::new(Self { vmcs, reads, writes, closed, serves: false }).map(Some)
+    }
+
+    /// Has accesses exit as it is told. L1 does not run: the CPU looks into the bitmaps at L1's VMREAD and VMWRITE alone.
+    #[inline]
+    pub(crate) fn close(&mut self, closed: Closed) {
+        if closed != self.closed {
+            self.change(closed);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn change(&mut self, closed: Closed) {
+        for (direction, encoding, exits) in closed.changes(self.closed) {
+            let page = if direction.is_write() { &self.writes } else { &self.reads };
+            for (at, bits) in accesses(encoding) {
+                if let Some(byte) = page.bytes().get(at) {
+                    let others = byte.load(Relaxed) & !bits;
+                    // Whoever reads them is this CPU, later.
+                    byte.store(if exits { others | bits } else { others }, Relaxed);
+                }
+            }
+        }
+        self.closed = closed;
     }
 }

@@ -1,8 +1,8 @@
 //! VMREAD and VMWRITE.
 
-use x86::Gpa;
 use x86::vmcs::place::{self, Named};
 use x86::vmcs::{Group, InstructionError, Shadow, field};
+use x86::{Direction, Gpa};
 
 use super::enlightened::owes;
 use super::{Cpu, L1, Level, Machine, Place, Then};
@@ -25,7 +25,10 @@ impl Machine {
         };
         let value = match self.level {
             // L2 reads the copy that was made at its entry: L1's memory is not asked again.
-            Level::L1 => self.vmcs12.read(named),
+            Level::L1 => {
+                self.mirror.use_by_exit(named, Direction::Read);
+                self.vmcs12.read(named)
+            }
             Level::L2 => self.shadow12.read(named),
         };
         self.give(value, to, cpu, l1)
@@ -87,6 +90,7 @@ impl Machine {
     pub(crate) fn set_field(&mut self, encoding: u64, named: Named, value: u64) {
         match self.level {
             Level::L1 => {
+                self.mirror.use_by_exit(named, Direction::Write);
                 // The same value again leaves everything composed and checked as it is: hypervisors write fields whole.
                 if self.vmcs12.write(encoding, named, value) {
                     self.change(named.place.group);

@@ -4,6 +4,7 @@ use x86::vmcs::place;
 use x86::vmcs::{EntryControls, Group, Groups, ProcControls2, Shadow, event, field};
 
 use super::{Instruction, Level, Machine};
+use crate::checks::guest::activity_state;
 use crate::leave::{self, Exit, Known, Report};
 use crate::{EntryFailure, GuestMemory};
 
@@ -22,7 +23,8 @@ impl Machine {
         memory: &impl GuestMemory,
     ) {
         // VMCS12 first: what is written into L1's memory below comes out of it.
-        let differ = leave::save(&mut self.vmcs12, exit, report, known);
+        let rights = !self.mirror.leaves_ss_rights();
+        let differ = leave::save(&mut self.vmcs12, exit, report, known, rights);
         self.touch(differ);
         // They differ where L2 has changed its mode, which an EFER that was not saved may not say.
         self.unchecked = self.unchecked.union(differ.common(Groups::of(Group::ControlRegisters)));
@@ -150,6 +152,8 @@ impl Machine {
             (Shadow::ReadWrite, _) | (Shadow::Read, Shadow::Read) => true,
             (Shadow::No, _) | (Shadow::Read, Shadow::No | Shadow::ReadWrite) => false,
         };
+        // But for what L1 did not read of late.
+        let hot = hot && !self.mirror.leaves(named);
         if hot || !self.behind.meets(group) { Groups::NONE } else { group }
     }
 
@@ -169,6 +173,7 @@ impl Machine {
         if self.checks_whole_guest()
             || by_mode
             || self.asks_control_registers()
+            || self.asks_ss_rights()
             || self.dirty.meets(self.behind)
         {
             return self.behind;
@@ -183,6 +188,12 @@ impl Machine {
         let vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         let efer_is_told = entry.intersects(EntryControls::LOAD_EFER | EntryControls::IA32E_GUEST);
         vm86 || !efer_is_told && self.dirty.has(Group::Msrs)
+    }
+
+    /// Whether an entry looks at the rights of SS, which the exit before may have left: HLT is an instruction of CPL 0.
+    fn asks_ss_rights(&self) -> bool {
+        self.mirror.leaves_ss_rights()
+            && self.vmcs12.get(field::GUEST_ACTIVITY) == activity_state::HLT
     }
 
     /// Fetches groups from the hardware's VMCS in which an exit has left them.

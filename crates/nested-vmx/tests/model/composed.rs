@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use gannet_nested_vmx::leave::{self, Exit as _, Known, Report};
 use gannet_nested_vmx::machine::{
-    Entered, EntryBy, Instruction, PendingEntry, Place, enlightened::Loaded,
+    Closed, Entered, EntryBy, Instruction, PendingEntry, Place, enlightened::Loaded,
 };
 use gannet_nested_vmx::merge::{self, Pages, time::ONE, time::Tsc};
 use gannet_nested_vmx::{EntryFailure, GuestMemory, Machine, Vmcs12};
@@ -17,7 +17,7 @@ use x86::vmcs::enlightened::{self as page, at};
 use x86::vmcs::place::{self, SHADOWED, WRITTEN};
 use x86::vmcs::{EntryControls, ExitControls, Group, Groups, PinControls, ProcControls};
 use x86::vmcs::{ProcControls2, field};
-use x86::{Gpa, Hpa};
+use x86::{Direction, Gpa, Hpa};
 use zerocopy::IntoBytes;
 
 use super::world::{self, CPU, LIMITS, Memory, OPERAND, Vmcs02};
@@ -188,6 +188,7 @@ struct Run {
     /// The shadow VMCS, and whether it serves.
     served: BTreeMap<u32, u64>,
     serves: bool,
+    closed: Closed,
     l0: merge::L0,
     /// A word of it is another than at the entry before.
     l0_changed: bool,
@@ -221,6 +222,7 @@ impl Run {
             memory.write(Gpa(region), start().as_bytes()).unwrap();
         }
         machine.serve(|_| true);
+        machine.close_after(r.of(&[2, 4, 128]));
         if way == Way::Page {
             machine.enlighten(true, true, true, Some(Gpa(ASSIST)));
         }
@@ -237,6 +239,7 @@ impl Run {
             way,
             served: SHADOWED.iter().map(|line| (u32::from(line.encoding), u64::MAX)).collect(),
             serves: false,
+            closed: Closed::default(),
             l0,
             l0_changed: true,
             l1,
@@ -295,7 +298,8 @@ impl Run {
     fn serve(&mut self) {
         let wanted = self.way == Way::Served && self.machine.current().is_some();
         if wanted && (!self.serves || self.machine.is_mirror_due()) {
-            self.machine.give_mirror(|encoding, value| _ = self.served.insert(encoding, value));
+            let served = &mut self.served;
+            self.closed = self.machine.give_mirror(|field, value| _ = served.insert(field, value));
             self.serves = true;
         }
     }
@@ -365,7 +369,11 @@ impl Run {
             return;
         }
         let serves = SHADOWED.iter().take(WRITTEN).any(|l| u32::from(l.encoding) == encoding);
-        if self.serves && serves {
+        let exits = self
+            .closed
+            .changes(Closed::default())
+            .any(|(using, field, _)| using == Direction::Write && u32::from(field) == encoding);
+        if self.serves && serves && !exits {
             self.served.insert(encoding, value);
         } else {
             let field = u64::from(encoding);
@@ -445,7 +453,9 @@ impl Run {
             by = EntryBy::Vmresume;
         }
         if self.serves {
-            self.machine.take_mirror_for_entry(|encoding| self.served[&encoding]);
+            if self.machine.asks_mirror() {
+                self.machine.take_mirror_for_entry(|encoding| self.served[&encoding]);
+            }
         } else if self.machine.asks_assist_page() && !self.load_page(by) {
             return;
         }

@@ -10,6 +10,8 @@ mod access;
 #[cfg(test)]
 mod aside_tests;
 mod capabilities;
+#[cfg(test)]
+mod count_tests;
 mod enlightened;
 #[cfg(test)]
 mod enlightened_tests;

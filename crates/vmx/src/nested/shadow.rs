@@ -73,10 +73,11 @@ impl<C: Cpu> Vmx<C> {
 
     /// Makes the shadow VMCS current and writes what L1 is to read there. vmcs01 is not loaded.
     fn write_shadow(&mut self, n: &mut Nested, here: &PerCpu) {
-        let Some(shadow) = &n.shadow else { return };
+        let Some(shadow) = &mut n.shadow else { return };
         let _ = shadow.vmcs.make_current(&self.cpu, here);
         // Whatever was given stays noted as given: it is in the region.
-        n.machine.give_mirror(|encoding, value| self.cpu.vmwrite(encoding, value));
+        let closed = n.machine.give_mirror(|encoding, value| self.cpu.vmwrite(encoding, value));
+        shadow.close(closed);
         if shadow.vmcs.is_unnoted() {
             // Nobody would clear it: L1's accesses exit as long as there is no room to note it.
             self.stop_shadow(n, here);
@@ -152,6 +153,10 @@ impl<C: Cpu> Vmx<C> {
             return;
         }
         if taken == Taken::ForEntry {
+            if !n.machine.asks_mirror() {
+                // L1 has written nothing that can count: its VMCS stays where it is.
+                return;
+            }
             // What is asked of vmcs01 before another is current.
             // Known from here on, so that an entry does not load vmcs01 for them once more.
             let _ = self.get(fields::GUEST_SS_RIGHTS);

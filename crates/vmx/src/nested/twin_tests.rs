@@ -11,7 +11,6 @@ use backend::{
 };
 use cpu::ModelVmcs;
 use nested_vmx::{Vmcs12, merge::time::ONE};
-use x86::vmcs::place::{SHADOWED, WRITTEN};
 use x86::vmcs::{EntryControls, ExitReason, PinControls, ProcControls2, event, field};
 use x86::{Cr0, Cr4, Efer, Gpa, Hpa, msr};
 
@@ -116,6 +115,8 @@ impl Play {
             f.pin.base |= PinControls::PREEMPTION_TIMER;
         }
         let mut rig = Rig::on(f, &start(), 0xd00);
+        // Soon enough for a short sequence.
+        rig.v.nested.as_mut().unwrap().machine.close_after(3);
         rig.v.set_msr(msr::LSTAR, 0x5555).unwrap();
         for (n, table) in TABLES.into_iter().enumerate() {
             for (entry, at) in PDPTES.into_iter().cycle().skip(n).zip((table..).step_by(8)).take(4)
@@ -171,10 +172,11 @@ impl Play {
 
     fn write(&mut self, (encoding, value): (u32, u64)) {
         let serves = self.rig.v.nested.as_ref().unwrap().is_served();
-        if serves && SHADOWED.iter().take(WRITTEN).any(|l| u32::from(l.encoding) == encoding) {
+        if serves && self.rig.is_written_without_exit(encoding) {
             // It is given when L1 is entered.
             self.enter(ExitReason::ExternalInterrupt, |_| {});
-            if self.rig.v.nested.as_ref().unwrap().is_served() {
+            let serves = self.rig.v.nested.as_ref().unwrap().is_served();
+            if serves && self.rig.is_written_without_exit(encoding) {
                 return self.rig.l1_vmwrite(encoding, value);
             }
         }

@@ -201,13 +201,17 @@ pub fn fill_bitmap(
         if !has(encoding) {
             continue;
         }
-        // A 64-bit field has an encoding for its upper half, too (SDM vol. 3C §25.11.2).
-        let halves = if encoding >> 13 & 3 == 1 { 2 } else { 1 };
-        for access in encoding..encoding + halves {
-            let byte = usize::from(access >> 3);
-            bitmap[byte & (BITMAP_BYTES - 1)] &= !(1 << (access & 7));
+        for (at, bits) in accesses(encoding) {
+            bitmap[at & (BITMAP_BYTES - 1)] &= !bits;
         }
     }
+}
+
+/// The bytes of such a bitmap in which a field has bits, and the bits.
+pub fn accesses(encoding: u16) -> impl Iterator<Item = (usize, u8)> {
+    // A 64-bit field has an encoding for its upper half, too (SDM vol. 3C §25.11.2).
+    let halves = if encoding >> 13 & 3 == 1 { 2 } else { 1 };
+    (encoding..encoding + halves).map(|access| (usize::from(access >> 3), 1 << (access & 7)))
 }
 
 #[cfg(test)]
