@@ -222,9 +222,13 @@ pub fn pat(g_pat: u64) -> Result<(), Inconsistent> {
 /// paging, as SVM's host has to be.
 pub fn is_host(save: &Save) -> bool {
     // LMA and PAE are not asked: a hypervisor of 32 bits may run VMRUN, too.
-    let cr0 = Cr0::from_bits_retain(save.cr0);
+    save.cr0 & Cr0::PG.bits() != 0 && can_run_vmrun(save)
+}
+
+/// Whether what RSM finds as L1's state can have run VMRUN. It asks for protected mode, and not for paging.
+pub fn can_run_vmrun(save: &Save) -> bool {
     let flags = Rflags::from_bits_retain(save.rflags);
-    cr0.contains(Cr0::PG.union(Cr0::PE)) && !flags.contains(Rflags::VM)
+    save.cr0 & Cr0::PE.bits() != 0 && !flags.contains(Rflags::VM)
 }
 
 #[cfg(test)]

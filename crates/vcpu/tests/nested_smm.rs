@@ -68,9 +68,9 @@ fn an_smi_that_l1_does_not_intercept_leaves_l2_and_rsm_enters_it() {
 #[test]
 fn rsm_into_what_is_no_state_of_l1s_or_no_block_is_a_shutdown() {
     let bad: [(u64, u64); 7] = [
-        // Of L1: EFER without SVME, CR0 without PG, CR4 and CR0 with bits that do not exist, RFLAGS.VM.
+        // Of L1: EFER without SVME, CR0 without PE, CR4 and CR0 with bits that do not exist, RFLAGS.VM.
         (KEPT + 0x4d0, 0x500),
-        (KEPT + 0x558, 1),
+        (KEPT + 0x558, 0x10),
         (KEPT + 0x548, 1 << 40),
         (KEPT + 0x558, 1 << 32 | 0x8001_0033),
         (KEPT + 0x570, 1 << 17),
@@ -287,6 +287,35 @@ fn an_entry_in_the_handler_is_undefined_and_one_without_a_save_area_is_a_fault()
     let fault = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
     machine.then(vmrun);
     machine.vcpu.backend().cpu().inner().injects(fault);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// The save area of a CPU without long mode has no place for the block: L2's registers are not L1's behind RSM.
+#[test]
+fn without_long_mode_an_smi_in_l2_ends_the_vm() {
+    let mut machine = hypervisor();
+    let mut cpuid = machine.vcpu.cpuid_entries().to_vec();
+    for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0x8000_0001) {
+        entry.edx &= !(1 << 29);
+    }
+    machine.vcpu.set_cpuid(&cpuid).unwrap();
+    // L2 is in real mode's successor without paging, with no EFER but SVM's.
+    machine.put(BLOCK + 0x4d0, Efer::SVME.bits());
+    machine.put(BLOCK + 0x558, (Cr0::PE | Cr0::ET).bits());
+    machine.stop_in_l2();
+    machine.vcpu.queue_smi();
+    assert_eq!(machine.run(), UserExit::Dead);
+}
+
+/// VMRUN does not ask for paging: an L1 without is found again by RSM.
+#[test]
+fn rsm_goes_on_in_an_l2_whose_l1_does_not_page() {
+    let mut machine = in_handler();
+    machine.put(KEPT + 0x558, (Cr0::PE | Cr0::ET).bits());
+    // Nor is it in long mode then.
+    machine.put(KEPT + 0x4d0, Efer::SVME.bits());
+    machine.then(exit(ExitCode::Rsm));
     machine.then(exit(ExitCode::Hlt));
     assert_eq!(machine.run(), UserExit::Hlt);
 }

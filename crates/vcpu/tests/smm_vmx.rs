@@ -31,7 +31,11 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        let h = Hypervisor::on(features(), &vmcs12());
+        Self::of(&vmcs12())
+    }
+
+    fn of(v: &nested_vmx::Vmcs12) -> Self {
+        let h = Hypervisor::on(features(), v);
         let smram = Pages::zeroed(4).unwrap();
         let region =
             mmu::Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva: smram.hpa().0 };
@@ -259,4 +263,37 @@ fn vmx_operation_that_the_vmm_has_ended_is_not_put_aside() {
     m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
     m.h.then(exit(ExitReason::Rsm));
     m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), on));
+}
+
+/// The save area of a CPU without long mode has no place for L2, and VMX needs none: what is put aside waits for RSM, whose
+/// registers are L2's.
+#[test]
+fn without_long_mode_vmx_operation_is_put_aside_too() {
+    for in_l2 in [false, true] {
+        // L2 pages with 32 bits.
+        let mut v = vmcs12();
+        v.set(field::ENTRY_CONTROLS, v.get(field::ENTRY_CONTROLS) & !(1 << 9 | 1 << 15));
+        v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) & !(1 << 21));
+        v.set(field::GUEST_CR4, v.get(field::GUEST_CR4) & !Cr4::PAE.bits());
+        v.set(field::GUEST_CS_RIGHTS, 0xc09b);
+        v.set(field::GUEST_EFER, 0);
+        let mut m = Machine::of(&v);
+        let mut cpuid = m.h.vcpu.cpuid_entries().to_vec();
+        for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0x8000_0001) {
+            entry.edx &= !(1 << 29);
+        }
+        m.h.vcpu.set_cpuid(&cpuid).unwrap();
+        if in_l2 {
+            m.h.vmlaunch();
+        }
+        m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP) == L2_RIP, in_l2));
+        m.h.vcpu.queue_smi();
+        m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
+        let mut state = vec![0; m.h.vcpu.nested_state_size().unwrap()];
+        m.h.vcpu.nested_state(&mut state).unwrap();
+        // `struct kvm_vmx_nested_state_hdr`: the address of VMXON, and the flags of SMM.
+        assert_ne!(state[8..16], [0xff; 8]);
+        let flags = u16::from_le_bytes(state[24..26].try_into().unwrap());
+        assert_eq!(flags, if in_l2 { 3 } else { 2 });
+    }
 }

@@ -77,7 +77,7 @@ impl<C: Cpu> Svm<C> {
         }
         let Ok(mut page) = KBox::<Vmcb>::zeroed() else { return false };
         if l1.read(Gpa(kept.0.wrapping_add(KEPT_AT)), page.save.as_mut_bytes()).is_err()
-            || !checks::is_host(&page.save)
+            || !checks::can_run_vmrun(&page.save)
             || checks::save(&page.save, &self.cold.offered, Clean::ALL).is_err()
             || !self.cold.offered.is_address(at.0)
             || at.page_offset() != 0
@@ -87,8 +87,11 @@ impl<C: Cpu> Svm<C> {
         saved::take_host(&page.save, self.vmcb_mut(Clean::ALL));
         let save = &page.save;
         // Through the setters: what exits and what is live follows from these registers.
-        self.set_efer(Efer::from_bits_retain(save.efer));
-        self.set_cr0(Cr0::from_bits_retain(save.cr0));
+        let (cr0, mut efer) = (Cr0::from_bits_retain(save.cr0), Efer::from_bits_retain(save.efer));
+        // Long mode is one of paging. L1 writes the page while it is kept.
+        efer.set(Efer::LMA, efer.contains(Efer::LMA) && cr0.contains(Cr0::PG));
+        self.set_efer(efer);
+        self.set_cr0(cr0);
         // Written already: only what follows from a change is left to be done.
         self.vmcb_mut(Clean::CR).save.cr4 = 0;
         self.set_cr4(Cr4::from_bits_retain(save.cr4));

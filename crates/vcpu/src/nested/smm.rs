@@ -22,6 +22,11 @@ impl Msrs {
 }
 
 impl<B: Backend> Vcpu<B> {
+    /// Whether an L2 runs that RSM finds again by the save area alone: SVM's. VMX keeps what it puts aside.
+    pub(crate) fn has_l2_that_needs_the_area(&self) -> bool {
+        self.pending.after_exit.is_nested() && !self.cpuid.has(feature::VMX)
+    }
+
     /// Before the memory of the mode is seen: L2's run, if it runs, ends. Where L1 describes L2.
     pub(crate) fn put_l2_aside(&mut self) -> Result<Option<Gpa>, NoSaveArea> {
         let kept = self.msrs.host_save_area();

@@ -1,9 +1,9 @@
 //! What a saved state, or system-management mode, puts aside of L1 and of L2.
 
-use backend::{Nested as _, NestedState as _, Permissions as _, Registers as _};
-use x86::Rflags;
+use backend::{ControlRegisters, Nested as _, NestedState as _, Permissions as _, Registers as _};
 use x86::vmcs::ProcControls2;
 use x86::vmcs::capability::{VMX_CR4_FIXED1, VMX_PROCBASED_CTLS2};
+use x86::{Cr4, Efer, Rflags};
 
 use super::round_trip_tests::{Rig, good};
 use super::*;
@@ -55,4 +55,24 @@ fn what_an_l2_that_is_aside_was_checked_by_stays() {
     assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
     assert_eq!(r.v.level(), backend::Level::L2);
     assert!(!r.v.has_l2_aside());
+}
+
+/// RSM finds what it goes on with to be no state, behind L2: vmcs01 is entered as the handler has left it, and what the CPU
+/// has of the host's goes by the words of that.
+#[test]
+fn l1_that_nobody_sets_has_its_own_words_behind_l2() {
+    let mut r = in_l2();
+    assert!(r.v.enter_smm(&mut r.g, x86::Gpa(0), &r.m).is_ok());
+    let of_l2 = (ControlRegisters::cr4(&r.v), ControlRegisters::efer(&r.v));
+    r.v.set_cr4(Cr4::PAE | Cr4::OSXSAVE);
+    r.v.set_efer(Efer::SCE | Efer::LME | Efer::LMA);
+    let of_l1 = (ControlRegisters::cr4(&r.v), ControlRegisters::efer(&r.v));
+    assert!(of_l1.0 != of_l2.0 && of_l1.1 != of_l2.1);
+    assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
+    assert_ne!(ControlRegisters::efer(&r.v), of_l1.1);
+    r.v.abandon(&mut r.g);
+    assert_eq!((ControlRegisters::cr4(&r.v), ControlRegisters::efer(&r.v)), of_l1);
+    r.come_to(0);
+    // The model CPU refuses an entry with the host's LSTAR or XCR0.
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
 }

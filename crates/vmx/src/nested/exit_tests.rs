@@ -1,6 +1,9 @@
 //! What L1 hears of L2's exits, and of what L0 carries out for L2, over the model CPU.
 
-use backend::{Claim, Executed, MonitorTrap as _, Nested as _, Permissions as _, WorldSwitch as _};
+use backend::{
+    Claim, ControlRegisters as _, Executed, MonitorTrap as _, Nested as _, Permissions as _,
+    WorldSwitch as _,
+};
 use x86::vmcs::{ExitReason, ProcControls2, field};
 
 use super::round_trip_tests::{Rig, good};
@@ -623,4 +626,20 @@ fn an_l2_that_the_cpu_has_halted_is_told_and_woken() {
     vmcs12(&mut r).set(field::GUEST_ACTIVITY, 0);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
     r.enter(ExitReason::Cpuid, |v| assert_eq!(v.get(field::GUEST_ACTIVITY), 0));
+}
+
+/// Outside 64-bit mode the operand that names a field has 32 bits: what L2 left in the register's upper half names nothing.
+#[test]
+fn the_upper_half_of_a_register_is_no_part_of_a_fields_name_in_32_bit_code() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    // L2 has loaded a selector that VMCS12 does not have yet.
+    r.enter(ExitReason::Cpuid, |v| v.set(field::GUEST_ES_SELECTOR, 0x1230));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.v.set_efer(Efer::empty());
+    let encoding = u64::from(field::GUEST_ES_SELECTOR.encoding());
+    (r.g.0[1], r.g.0[2]) = (0x5555, 1 << 32 | encoding);
+    r.enter(ExitReason::Vmread, |v| v.set(field::INSTRUCTION_INFO, 1 << 10 | 1 << 3 | 2 << 28));
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+    assert_eq!(r.g.0[1], 0x1230);
 }

@@ -135,6 +135,11 @@ impl<C: Cpu> Vmx<C> {
             // The number comes from the instruction: sixteen registers.
             gprs.0[at & 15]
         };
+        // An operand that is no value: a field's encoding, or what is to be invalidated. Outside 64-bit mode it has 32 bits.
+        let choice = |number| match self.is_long() {
+            true => register(number),
+            false => u64::from(register(number) as u32),
+        };
         Some(match reason {
             ExitReason::Vmread | ExitReason::Vmwrite => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
@@ -148,7 +153,7 @@ impl<C: Cpu> Vmx<C> {
                 } else {
                     Place::Memory(self.operand(gprs, length, using))
                 };
-                let field = register(information.register2());
+                let field = choice(information.register2());
                 if writes {
                     // Kept as a whole: which part counts follows from the mode.
                     let value = register(information.register1());
@@ -175,7 +180,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Invept | ExitReason::Invvpid => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
                 // The register has the kind, memory the descriptor.
-                let kind = register(information.register2());
+                let kind = choice(information.register2());
                 let descriptor = self.operand(gprs, 16, Direction::Read);
                 if reason == ExitReason::Invept {
                     Instruction::Invept { kind, descriptor }

@@ -196,7 +196,10 @@ impl<C: Cpu> Vmx<C> {
             n.lists.forget();
             // Somebody sets the registers of L1 from now on: what is not known is taken for the guest's own.
             let _ = self.get(fields::GUEST_RSP);
-            self.intercept_debug_regs();
+            // Or nobody does: vmcs01 is entered as it is, and what the CPU holds of the host's follows from these words.
+            let (cr4, efer) = (self.cr4, self.efer);
+            (self.cr0, self.cr4, self.efer) = n.words_of_l1;
+            self.after_level_change(cr4, efer);
         }
     }
 }

@@ -219,14 +219,17 @@ impl<B: Backend> Vcpu<B> {
     fn save_into(&mut self, area: &mut Area) -> Result<(), NoSaveArea> {
         let mut cpu = self.saved_cpu();
         self.rare.rip_of_smi = cpu.rip;
-        if !self.cpuid.has(feature::LM) {
-            // Its map has no place for L2: no hypervisor runs on such a CPU.
-            self.abandon_l2_for_user();
-            area::store32(&cpu, area);
-            return Ok(());
+        let long = self.cpuid.has(feature::LM);
+        if !long && self.has_l2_that_needs_the_area() {
+            // The map without long mode has no place for where L1 describes L2. Stock KVM gives the VM up, too.
+            return Err(NoSaveArea);
         }
         cpu.guest = self.put_l2_aside()?;
-        area::store64(&cpu, area);
+        if long {
+            area::store64(&cpu, area);
+        } else {
+            area::store32(&cpu, area);
+        }
         Ok(())
     }
 
