@@ -120,7 +120,7 @@ fn message(entry: u64, rules: DestRules) -> Option<IrqMessage> {
     Some(IrqMessage {
         // Not checked against 16 here: the receiver logs an illegal vector (SDM vol. 3A §10.5.3).
         vector: Vector(entry as u8),
-        delivery: DeliveryMode::from_bits((entry >> 8) as u32)?,
+        delivery: DeliveryMode::from_bits((entry >> 8) as u32)?.to(dest_mode, (entry >> 56) as u32),
         dest_mode,
         trigger: if entry & rte::LEVEL != 0 { Trigger::Level } else { Trigger::Edge },
         assert: true,

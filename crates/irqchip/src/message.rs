@@ -47,6 +47,16 @@ impl DeliveryMode {
             _ => return None,
         })
     }
+
+    /// The mode of a message to `dest`, of eight bits: nobody arbitrates for a physical broadcast, all take it, as on
+    /// stock KVM.
+    #[inline]
+    pub const fn to(self, mode: DestMode, dest: u32) -> Self {
+        match (self, mode, dest) {
+            (Self::LowestPriority, DestMode::Physical, XAPIC_BROADCAST) => Self::Fixed,
+            (mode, ..) => mode,
+        }
+    }
 }
 
 /// How the destination field is compared (SDM vol. 3A §10.6.2).

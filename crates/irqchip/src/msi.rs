@@ -33,8 +33,10 @@ impl Msi {
         let delivery = match DeliveryMode::from_bits(self.data >> 8)? {
             // The redirection hint asks for one receiver out of those addressed.
             // Only fixed ones: an NMI or INIT goes to all that it names.
-            DeliveryMode::Fixed if redirect => DeliveryMode::LowestPriority,
-            mode => mode,
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority if redirect => {
+                DeliveryMode::LowestPriority
+            }
+            mode => mode.to(dest_mode, high | u32::from(low)),
         };
         // A message is no line. The bit says how its end is told; whether it asserts (bit 14) is
         // not asked (SDM vol. 3A §10.11.2).
@@ -81,6 +83,18 @@ mod tests {
     fn redirection_hint_asks_for_one_receiver() {
         let m = Msi { address_lo: 0xfee0_300c, address_hi: 0, data: 0x30 }.message(NARROW).unwrap();
         assert_eq!(m.delivery, DeliveryMode::LowestPriority);
+    }
+
+    #[test]
+    fn nobody_arbitrates_for_a_physical_broadcast_but_by_the_hint() {
+        let mode = |address_lo, address_hi, data| {
+            Msi { address_lo, address_hi, data }.message(WIDE).unwrap().delivery
+        };
+        assert_eq!(mode(0xfeef_f000, 0, 0x130), DeliveryMode::Fixed);
+        assert_eq!(mode(0xfeef_f008, 0, 0x130), DeliveryMode::LowestPriority);
+        assert_eq!(mode(0xfeef_f008, 0, 0x030), DeliveryMode::LowestPriority);
+        assert_eq!(mode(0xfeef_f004, 0, 0x130), DeliveryMode::LowestPriority, "logical");
+        assert_eq!(mode(0xfeef_f000, 0x100, 0x130), DeliveryMode::LowestPriority, "an id");
     }
 
     #[test]

@@ -200,6 +200,22 @@ fn entries_become_messages() {
 }
 
 #[test]
+fn nobody_arbitrates_for_a_physical_broadcast() {
+    const LOGICAL: u32 = 1 << 11;
+    let mut bench = Bench::default();
+    for (low, dest, mode) in [
+        (0x151, 0xff, DeliveryMode::Fixed),
+        (0x151, 0xfe, DeliveryMode::LowestPriority),
+        (LOGICAL | 0x151, 0xff, DeliveryMode::LowestPriority),
+    ] {
+        bench.program(4, low, dest);
+        bench.line(4, true);
+        bench.line(4, false);
+        assert_eq!(bench.sent.pop().map(|m| m.delivery), Some(mode), "{low:#x} {dest:#x}");
+    }
+}
+
+#[test]
 fn a_reserved_delivery_mode_sends_nothing() {
     let mut bench = Bench::default();
     bench.program(7, 3 << 8 | 0x44, 0);

@@ -188,20 +188,22 @@ pub struct Lapic {
     esr: AtomicU32,
     /// Errors since the guest last wrote the ESR.
     esr_pending: AtomicU32,
-    /// Where it is counted as one that answers to another id than its vCPU's, and as what.
+    /// Where it is counted as one that is in xAPIC mode or answers to another id than its vCPU's, and as what.
     // Set behind the making: an APIC exists before its VM takes it in.
     census: Once<Arc<IdCensus>>,
     counted: AtomicU8,
 }
 
 /// How many local APICs of a VM answer to a physical id that is not their vCPU's own: only then may one
-/// destination mean several.
+/// destination mean several. And how many have a logical id that the guest may choose.
 #[derive(Debug, Default)]
 pub struct IdCensus {
     /// In xAPIC mode, with an id that the guest has written.
     written: AtomicU32,
     /// In xAPIC mode, with the low byte of an id that does not fit.
     cut: AtomicU32,
+    /// In xAPIC mode, with whatever id.
+    xapics: AtomicU32,
     /// The VMM uses 32-bit ids.
     wide: AtomicBool,
 }
@@ -226,18 +228,22 @@ impl IdCensus {
         self.wide.store(wide, Relaxed);
     }
 
-    fn of(&self, kind: u8) -> Option<&AtomicU32> {
-        match kind {
-            ID_WRITTEN => Some(&self.written),
-            ID_CUT => Some(&self.cut),
-            _ => None,
-        }
+    /// Whether there are APICs in xAPIC mode, whose logical ids are the guest's to choose.
+    #[inline]
+    pub fn has_xapics(&self) -> bool {
+        self.xapics.load(Relaxed) != 0
+    }
+
+    /// The counters of these kinds.
+    fn of(&self, kinds: u8) -> impl Iterator<Item = &AtomicU32> {
+        let counters = [(ID_WRITTEN, &self.written), (ID_CUT, &self.cut), (XAPIC, &self.xapics)];
+        counters.into_iter().filter(move |(kind, _)| kinds & kind != 0).map(|(_, counter)| counter)
     }
 }
 
-const ID_OWN: u8 = 0;
 const ID_WRITTEN: u8 = 1;
 const ID_CUT: u8 = 2;
+const XAPIC: u8 = 4;
 
 // One cache line for senders and entry, one for taking and ending, one for the timer.
 const _: () = assert!(MODELLED || core::mem::offset_of!(Lapic, isr) == 64);
@@ -274,7 +280,7 @@ impl Lapic {
             esr: AtomicU32::new(0),
             esr_pending: AtomicU32::new(0),
             census: Once::new(),
-            counted: AtomicU8::new(ID_OWN),
+            counted: AtomicU8::new(0),
         };
         // By the reset itself, so that power-up and reset cannot come to differ.
         lapic.reset(role, Lint0::Masked);
@@ -485,19 +491,20 @@ impl Lapic {
         let Some(census) = self.census.get() else { return };
         // The low byte is what an xAPIC has to show for a vCPU of a larger id, and so another
         // vCPU's id.
-        let kind = match self.mode() {
-            LapicMode::XApic if self.id() != self.vcpu_id & 0xff => ID_WRITTEN,
-            LapicMode::XApic if self.vcpu_id > 0xff => ID_CUT,
-            _ => ID_OWN,
+        let kinds = match self.mode() {
+            LapicMode::XApic if self.id() != self.vcpu_id & 0xff => XAPIC | ID_WRITTEN,
+            LapicMode::XApic if self.vcpu_id > 0xff => XAPIC | ID_CUT,
+            LapicMode::XApic => XAPIC,
+            LapicMode::Disabled | LapicMode::X2Apic => 0,
         };
         // What it was counted as is kept here: the registers that say so have changed by now.
-        let old = self.counted.swap(kind, Relaxed);
-        // The new one first: never too few.
-        if let Some(count) = census.of(kind) {
-            count.fetch_add(1, SeqCst);
+        let old = self.counted.swap(kinds, Relaxed);
+        // The new ones first: never too few.
+        for counter in census.of(kinds) {
+            counter.fetch_add(1, SeqCst);
         }
-        if let Some(count) = census.of(old) {
-            count.fetch_sub(1, SeqCst);
+        for counter in census.of(old) {
+            counter.fetch_sub(1, SeqCst);
         }
     }
 
@@ -599,12 +606,11 @@ impl Lapic {
 impl Drop for Lapic {
     /// Is counted no more.
     fn drop(&mut self) {
-        if let Some(census) = self.census.get()
-            && let Some(count) = census.of(self.counted.load(Relaxed))
-        {
+        let Some(census) = self.census.get() else { return };
+        for counter in census.of(self.counted.load(Relaxed)) {
             // Else one vCPU that was made and given up would have every message looked up the long
             // way for ever.
-            count.fetch_sub(1, SeqCst);
+            counter.fetch_sub(1, SeqCst);
         }
     }
 }

@@ -430,6 +430,10 @@ impl Lapic {
         let Some(delivery) = DeliveryMode::from_bits(icr >> 8) else {
             return LapicEffect::None;
         };
+        let delivery = match shorthand {
+            Shorthand::None => delivery.to(dest_mode, dest),
+            _ => delivery,
+        };
         let trigger = if icr & 1 << 15 != 0 { Trigger::Level } else { Trigger::Edge };
         let assert = icr & 1 << 14 != 0;
         match delivery {

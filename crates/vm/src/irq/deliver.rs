@@ -54,26 +54,18 @@ pub fn deliver(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -
 }
 
 /// A physical destination that is no broadcast: nearly always one APIC, whose vCPU has this id. Several
-/// of one id all take it, as on a bus.
+/// of one id all take it, as on a bus, unless they arbitrate.
 #[inline]
 fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
     // By index and not by search: an IPI to one of 200 vCPUs must not look at the other 199.
-    let own = vcpus.by_id(msg.dest).filter(|v| v.lapic.matches(msg));
-    if let Some(vcpu) = own {
-        tally.give(vcpu, msg);
+    match vcpus.by_id(msg.dest).filter(|v| v.lapic.matches(msg)) {
         // Above 255, or without aliases, nobody else answers to this id.
-        if msg.dest > 0xff || !vcpus.census().aliases() {
-            return tally.0;
-        }
-    } else if vcpus.census().is_plain() {
+        Some(vcpu) if msg.dest > 0xff || !vcpus.census().aliases() => tally.give(vcpu, msg),
         // Nobody has another id than its vCPU's: the message goes nowhere.
-        return tally.0;
-    }
-    // Ids that the guest has written, or of which an xAPIC shows the low byte.
-    let is_own = |v: &SharedVcpu| own.is_some_and(|own| own.index == v.index);
-    for vcpu in vcpus.iter().filter(|v| v.lapic.matches(msg) && !is_own(v)) {
-        tally.give(vcpu, msg);
+        None if vcpus.census().is_plain() => {}
+        // Ids that the guest has written, or of which an xAPIC shows the low byte.
+        _ => return to_many(vcpus, None, msg),
     }
     tally.0
 }
@@ -93,35 +85,42 @@ pub fn to_vcpu(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
 fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
     let is_sender = |v: &SharedVcpu| from.is_some_and(|f| f.index == v.index);
-    match msg.shorthand {
+    // Shorthands mean the APICs that are on, and compare no ids (SDM vol. 3A §10.6.1).
+    let is_named = |v: &SharedVcpu| match msg.shorthand {
+        Shorthand::None => v.lapic.matches(msg),
+        Shorthand::SelfOnly => is_sender(v),
+        Shorthand::All => v.lapic.enabled(),
+        Shorthand::AllButSelf => v.lapic.enabled() && !is_sender(v),
+    };
+    if msg.shorthand == Shorthand::SelfOnly {
         // A shorthand of a device's has no self.
-        Shorthand::SelfOnly => {
-            if let Some(vcpu) = from {
-                tally.give(vcpu, msg);
-            }
+        if let Some(vcpu) = from {
+            tally.give(vcpu, msg);
         }
-        Shorthand::All | Shorthand::AllButSelf => {
-            let but_self = msg.shorthand == Shorthand::AllButSelf;
-            for vcpu in vcpus.iter() {
-                // Shorthands mean the APICs that are on, and compare no ids (SDM vol. 3A §10.6.1).
-                if vcpu.lapic.enabled() && !(but_self && is_sender(vcpu)) {
-                    tally.give(vcpu, msg);
-                }
-            }
-        }
-        Shorthand::None if msg.delivery == DeliveryMode::LowestPriority => {
-            if let Some(vcpu) = lowest_priority(vcpus, msg) {
-                tally.give(vcpu, msg);
-            }
-        }
-        Shorthand::None => {
-            if msg.dest_mode == DestMode::Logical && to_cluster(vcpus, msg, &mut tally) {
-                return tally.0;
-            }
-            for vcpu in vcpus.iter().filter(|v| v.lapic.matches(msg)) {
-                tally.give(vcpu, msg);
-            }
-        }
+        return tally.0;
+    }
+    if msg.delivery == DeliveryMode::LowestPriority {
+        return to_one(vcpus, msg, is_named);
+    }
+    let logical = msg.shorthand == Shorthand::None && msg.dest_mode == DestMode::Logical;
+    if logical && to_cluster(vcpus, msg, &mut tally) {
+        return tally.0;
+    }
+    for vcpu in vcpus.iter().filter(|v| is_named(v)) {
+        tally.give(vcpu, msg);
+    }
+    tally.0
+}
+
+/// To one of those that `is_named` says, whose priority is the lowest.
+fn to_one(
+    vcpus: &VcpuTable,
+    msg: &IrqMessage,
+    is_named: impl Fn(&SharedVcpu) -> bool,
+) -> LineStatus {
+    let mut tally = Tally::new();
+    if let Some(vcpu) = lowest_priority(vcpus, msg, is_named) {
+        tally.give(vcpu, msg);
     }
     tally.0
 }
@@ -129,16 +128,16 @@ fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> Li
 /// An x2APIC logical destination: a cluster of sixteen ids and a mask. True when everybody whom it
 /// can mean was where the id says; nothing was delivered otherwise.
 fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
-    // Broadcast means everybody, whatever the cluster.
-    if msg.dest == BROADCAST {
+    // Broadcast means everybody, whatever the cluster; and in eight bits an xAPIC finds its logical id, too, which the
+    // guest has chosen.
+    if msg.dest == BROADCAST || msg.dest <= 0xff && vcpus.census().has_xapics() {
         return false;
     }
     // Bits 31:16 of a logical id are the x2APIC id's bits above 3 (SDM vol. 3A §10.12.10.2).
     let first = msg.dest >> 16 << 4;
     let members =
         || (0..16).filter(|bit| msg.dest & 1 << bit != 0).map(|bit| vcpus.by_id(first | bit));
-    // All or none: if one is not where its id says, an xAPIC may answer to these bits too, and
-    // everybody has to be asked.
+    // All or none: if one is not where its id says, everybody is asked.
     let all_there = members()
         .all(|v| v.is_some_and(|v| v.lapic.mode() == LapicMode::X2Apic && v.lapic.matches(msg)));
     if all_there {
@@ -147,11 +146,15 @@ fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
     all_there
 }
 
-/// Of those addressed and enabled, one of the lowest priority class. Among equals the vector
+/// Of those named and enabled, one of the lowest priority class. Among equals the vector
 /// decides, so that a device's interrupts stay on one vCPU and different devices' spread.
-fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a SharedVcpu> {
+fn lowest_priority<'a>(
+    vcpus: &'a VcpuTable,
+    msg: &IrqMessage,
+    is_named: impl Fn(&SharedVcpu) -> bool,
+) -> Option<&'a SharedVcpu> {
     // A local APIC that software has switched off takes part in no arbitration.
-    let candidates = || vcpus.iter().filter(|v| v.lapic.software_enabled() && v.lapic.matches(msg));
+    let candidates = || vcpus.iter().filter(|v| v.lapic.software_enabled() && is_named(v));
     let (mut best, mut equals) = (u8::MAX, 0usize);
     for vcpu in candidates() {
         // By priority class: the low half of PPR does not hold interrupts back (SDM vol. 3A
@@ -185,6 +188,7 @@ mod tests {
 
     const SVR: u32 = 0xf0;
     const ID: u32 = 0x20;
+    const LDR: u32 = 0xd0;
     const RULES: BaseRules = BaseRules { maxphyaddr: 40, x2apic: true, host: true };
 
     /// One change of a local APIC.
@@ -196,6 +200,12 @@ mod tests {
             2 => vcpu.lapic.set_base(at(0), RULES),
             3 => {
                 vcpu.lapic.reset(CpuRole::Application, Lint0::Masked);
+                Ok(Default::default())
+            }
+            4 => {
+                // None of the mode's that is forgotten in x2APIC mode.
+                let at = (vcpu.lapic.mode() == LapicMode::XApic).then_some(LDR);
+                let _ = at.map(|at| vcpu.lapic.write(at, u32::from(id) << 24));
                 Ok(Default::default())
             }
             _ => {
@@ -212,8 +222,16 @@ mod tests {
         #[test]
         fn everybody_whom_a_destination_means_gets_it_and_nobody_else(
             ids in proptest::collection::hash_set(prop_oneof![0..6u32, 254..262u32, 510..515u32], 1..8),
-            changes in proptest::collection::vec((0..8usize, 0..6u8, prop_oneof![0..6u8, 253..=255u8]), 0..12),
-            dests in proptest::collection::vec(prop_oneof![0..6u32, 253..262u32, 510..515u32, Just(BROADCAST)], 1..8),
+            changes in proptest::collection::vec((0..8usize, 0..7u8, prop_oneof![0..6u8, 253..=255u8]), 0..12),
+            messages in proptest::collection::vec(
+                (
+                    prop_oneof![0..6u32, 253..262u32, 510..515u32, 0x1_0000..0x1_0008u32, Just(BROADCAST)],
+                    any::<bool>(),
+                    any::<bool>(),
+                    prop_oneof![3 => Just(Shorthand::None), 1 => Just(Shorthand::All), 1 => Just(Shorthand::AllButSelf)],
+                ),
+                1..8,
+            ),
         ) {
             let table = VcpuTable::new().unwrap();
             for (index, id) in ids.iter().enumerate() {
@@ -226,17 +244,33 @@ mod tests {
                     change(vcpu, kind, id);
                 }
             }
-            for (n, dest) in dests.into_iter().enumerate() {
-                let message = IrqMessage::fixed(Vector(0x40 + n as u8), dest);
-                let meant: Vec<u32> =
-                    table.iter().filter(|v| v.lapic.matches(&message)).map(|v| v.id).collect();
-                let status = deliver(&table, None, &message);
+            let from = table.get(0).unwrap();
+            for (n, (dest, logical, one, shorthand)) in messages.into_iter().enumerate() {
+                let message = IrqMessage {
+                    delivery: if one { DeliveryMode::LowestPriority } else { DeliveryMode::Fixed },
+                    dest_mode: if logical { DestMode::Logical } else { DestMode::Physical },
+                    shorthand,
+                    ..IrqMessage::fixed(Vector(0x40 + n as u8), dest)
+                };
+                let is_meant = |v: &&SharedVcpu| match shorthand {
+                    Shorthand::None => v.lapic.matches(&message),
+                    Shorthand::AllButSelf if v.index == from.index => false,
+                    _ => v.lapic.enabled(),
+                };
+                let meant: Vec<u32> = table.iter().filter(is_meant).map(|v| v.id).collect();
+                let status = deliver(&table, Some(from), &message);
                 let got: Vec<u32> =
                     table.iter().filter(|v| has(v, message.vector)).map(|v| v.id).collect();
-                prop_assert_eq!(&got, &meant, "destination {}", dest);
-                let count = meant.len() as u32;
-                let expected =
-                    if count == 0 { LineStatus::Ignored } else { LineStatus::Delivered(count) };
+                if one {
+                    prop_assert_eq!(got.len(), meant.len().min(1), "{:?}", message);
+                    prop_assert!(got.iter().all(|id| meant.contains(id)), "{:?}", message);
+                } else {
+                    prop_assert_eq!(&got, &meant, "{:?}", message);
+                }
+                let expected = match got.len() as u32 {
+                    0 => LineStatus::Ignored,
+                    count => LineStatus::Delivered(count),
+                };
                 prop_assert_eq!(status, expected);
             }
         }
@@ -274,6 +308,27 @@ mod tests {
                 assert_eq!(got, meant, "from {sender:#x}, wide: {wide}");
             }
         }
+    }
+
+    #[test]
+    fn an_xapic_is_named_beside_the_x2apics_that_are_all_there() {
+        let table = VcpuTable::new().unwrap();
+        for index in 0..2 {
+            let role = CpuRole::bootstrap_if(index == 0);
+            let vcpu = VcpuShared::new(index, index, role, true).unwrap();
+            let _ = vcpu.lapic.write(SVR, 0x1ff);
+            table.add(vcpu).unwrap();
+        }
+        let first = table.get(0).unwrap();
+        change(first, 0, 0);
+        change(table.get(1).unwrap(), 4, 1);
+        let message =
+            IrqMessage { dest_mode: DestMode::Logical, ..IrqMessage::fixed(Vector(0x40), 1) };
+        assert_eq!(deliver(&table, Some(first), &message), LineStatus::Delivered(2));
+        change(table.get(1).unwrap(), 0, 0);
+        assert!(!table.census().has_xapics());
+        let other = IrqMessage { vector: Vector(0x41), ..message };
+        assert_eq!(deliver(&table, Some(first), &other), LineStatus::Delivered(1));
     }
 
     #[test]

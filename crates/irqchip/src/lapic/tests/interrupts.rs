@@ -322,3 +322,19 @@ impl WithVector for IrqMessage {
         Self { vector: Vector(vector), ..self }
     }
 }
+
+#[test]
+fn nobody_arbitrates_for_a_physical_broadcast() {
+    let mode = |icr, dest: u32| {
+        let lapic = xapic(0);
+        let _ = lapic.write(ICR2, dest << 24);
+        match lapic.write(ICR, icr) {
+            LapicEffect::SendIpi(message) => message.delivery,
+            effect => panic!("{effect:?}"),
+        }
+    };
+    assert_eq!(mode(0x141, 0xff), DeliveryMode::Fixed);
+    assert_eq!(mode(0x141, 0xfe), DeliveryMode::LowestPriority);
+    assert_eq!(mode(0x941, 0xff), DeliveryMode::LowestPriority, "logical");
+    assert_eq!(mode(0xc_0141, 0xff), DeliveryMode::LowestPriority, "all but itself");
+}
