@@ -65,6 +65,8 @@ pub struct Vcpu<B: Backend> {
 pub(crate) struct Rare {
     /// What this host can offer.
     pub offered: Offered,
+    /// The kernel makes the CPU raise #AC for split locks. It is not asked where the guest's GS base may be loaded.
+    pub detects_split_locks: bool,
     /// KVM_RUN was called before.
     pub has_run: bool,
     /// No guest was entered since the nested state was set: the times in that one are of a TSC that is still to come.
@@ -188,6 +190,7 @@ impl<B: Backend> Vcpu<B> {
             observation: KBox::new(observe::Observation::default())?,
             rare: KBox::new(Rare {
                 offered,
+                detects_split_locks: host::hostcpu::detects_split_locks(),
                 has_run: false,
                 nested_restored: false,
                 given: run::events::Given::default(),

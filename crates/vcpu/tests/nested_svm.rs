@@ -374,3 +374,20 @@ fn code_at_the_end_of_a_page_is_not_fetched_beyond() {
         }
     }
 }
+
+#[test]
+fn an_exception_that_l1_asked_for_comes_to_it_without_a_word_of_the_kernels() {
+    let mut machine = Hypervisor::new(false);
+    const INTERCEPTS: u64 = rig::nested::BLOCK + 8;
+    const UD: ExitCode = ExitCode(0x46);
+    machine.put(INTERCEPTS, machine.get(INTERCEPTS) | 1 << 6);
+    machine.vmrun();
+    machine.then(exit(UD));
+    // The port refuses to be asked about split locks while the guest's GS base is loaded.
+    machine.then(|vmcb, gprs| {
+        assert_ne!(vmcb.save.rip, L2_RIP, "L1 runs");
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(rig::nested::BLOCK + 0x70), UD.0);
+}

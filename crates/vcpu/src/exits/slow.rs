@@ -169,7 +169,7 @@ impl<B: Backend> Vcpu<B> {
             DB => debugs(guestdbg::SINGLESTEP | guestdbg::USE_HW_BP),
             BP => debugs(guestdbg::USE_SW_BP),
             // A guest that asked for alignment checks gets its own #AC, split lock or not.
-            AC => !checks_alignment(&self.b) && host::hostcpu::detects_split_locks(),
+            AC => !checks_alignment(&self.b) && self.rare.detects_split_locks,
             _ => false,
         }
     }

@@ -12,7 +12,7 @@ use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
 
 use super::memory::{Mapped, Whole};
 use crate::{
-    Vcpu,
+    Rare, Vcpu,
     apic::stop_serving_apic,
     exits::{code::CodeState as _, table::stays},
     run::{
@@ -27,10 +27,10 @@ fn needs_next_rip<B: Nesting>(_: &B) -> bool {
     <B::Nested as Nested>::NEEDS_NEXT_RIP
 }
 
-/// Whether exceptions of L2's may be ours whatever L1 asks for. `debugging`: what the VMM's debugger asked for.
+/// Whether exceptions of L2's may be ours whatever L1 asks for.
 #[inline]
-fn may_own_exceptions(debugging: u32) -> bool {
-    debugging != 0 || host::hostcpu::detects_split_locks()
+fn may_own_exceptions(rare: &Rare) -> bool {
+    rare.debug.control != 0 || rare.detects_split_locks
 }
 
 /// What hears of each instruction of L2's, where the instruction set has that.
@@ -223,9 +223,7 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
             // Whose it is is found out there.
-            Ok(Claim::Exception) if may_own_exceptions(self.rare.debug.control) => {
-                Some(Next::Leave)
-            }
+            Ok(Claim::Exception) if may_own_exceptions(&self.rare) => Some(Next::Leave),
             Ok(Claim::L1 | Claim::Exception) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
@@ -344,7 +342,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn owns_exception(&self) -> bool {
-        may_own_exceptions(self.rare.debug.control)
+        may_own_exceptions(&self.rare)
             && matches!(self.b.exit(), Exit::Exception(e) if self.is_for_us(e))
     }
 

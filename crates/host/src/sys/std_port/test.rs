@@ -194,6 +194,7 @@ std::thread_local! {
 }
 
 pub(crate) fn split_locks() -> Option<bool> {
+    sys::refuse_in_guest("what the kernel does about split locks");
     SPLIT_LOCKS.get()
 }
 

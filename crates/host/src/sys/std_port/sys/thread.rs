@@ -51,7 +51,7 @@ pub(crate) fn set_irqs(on: bool) -> bool {
 
 /// Refuses what the kernel cannot do meanwhile: nearly all. A CPU's number, clocks, facts and the kernel's words that a world
 /// switch reads are asked of what is no per-CPU data.
-pub(super) fn refuse_in_guest(what: &str) {
+pub(crate) fn refuse_in_guest(what: &str) {
     // A test that has failed there gives back what it holds.
     let allowed = !IN_GUEST.get() || std::thread::panicking();
     assert!(allowed, "{what} while the guest runs, outside of guest_paused");
