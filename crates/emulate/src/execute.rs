@@ -40,7 +40,7 @@ pub enum Outcome {
 pub struct Completion {
     /// RIP after the instruction.
     pub rip: u64,
-    /// New RFLAGS; RF is clear once the instruction is complete. A set TF is the caller's to
+    /// New RFLAGS; RF is clear once the instruction is complete, and set before. A set TF is the caller's to
     /// turn into #DB, after an iteration too.
     pub rflags: Rflags,
     /// Interrupts are held off until after the next instruction (MOV SS, POP SS).
@@ -111,8 +111,10 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, scope: Scope) -> Result<Completion
             outcome,
         },
         Outcome::Continue => {
-            // Not complete: RF and the shadow are those of an instruction that is still to come.
-            Completion { rip, rflags: run.flags, interrupt_shadow: false, outcome }
+            // Not complete. What comes between two iterations finds RF set, so that a breakpoint before the instruction is
+            // not met again (SDM vol. 3B §18.3.1.1).
+            let rflags = run.flags | Rflags::RF;
+            Completion { rip, rflags, interrupt_shadow: false, outcome }
         }
     })
 }

@@ -178,7 +178,8 @@ pub trait Machine {
         false
     }
     /// All accesses so far are complete: the replay log restarts empty here. Called between the
-    /// iterations of a REP string instruction, after their registers were set.
+    /// iterations of a REP string instruction, after their registers were set. Whatever comes now comes within the
+    /// instruction: RF is set, and a shadow that it began in is over.
     fn commit(&mut self);
 
     /// How many of `elements` one access of the port may bring, if INS puts them at `at` and behind, within one page: more than

@@ -358,3 +358,24 @@ fn a_read_modify_write_of_memory_that_is_read_only_reads_it_once() {
         });
     }
 }
+
+/// What comes between two iterations returns into the instruction: no breakpoint before it is met again (SDM vol. 3B
+/// §18.3.1.1), and the shadow of the instruction before it ends with its first one.
+#[test]
+fn between_two_iterations_the_resume_flag_is_set() {
+    let mut guest = guest(&[0xf3, 0xaa]); // rep stosb
+    guest.then(|vmcb, gprs| {
+        device(true)(vmcb, gprs);
+        (gprs.0[RCX], gprs.0[RDI]) = (3, DEVICE);
+        vmcb.control.int_state = 1;
+    });
+    for (left, inside) in [(3, false), (2, true), (1, true)] {
+        assert!(matches!(guest.run(), UserExit::Mmio { write: true, len: 1, .. }));
+        let regs = guest.vcpu.regs();
+        assert_eq!((regs.gpr[RCX], regs.rflags.contains(Rflags::RF)), (left, inside));
+        assert_eq!(guest.vcpu.saved_events().interrupt_shadow, !inside);
+    }
+    guest.ends(|vmcb, _| {
+        assert_eq!((vmcb.save.rip, vmcb.save.rflags & Rflags::RF.bits()), (CODE + 2, 0));
+    });
+}

@@ -190,6 +190,12 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn commit(&mut self) {
         self.device.user_io.log.commit();
+        // Once for an instruction: with RF it is in its middle already.
+        let flags = self.b.rflags();
+        if !flags.contains(Rflags::RF) {
+            self.b.set_rflags(flags | Rflags::RF);
+            self.b.set_interrupt_shadow(false);
+        }
     }
 
     fn long_mode(&self) -> bool {
