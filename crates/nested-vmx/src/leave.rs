@@ -398,10 +398,10 @@ fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
     v.set(field::GUEST_CR0, cr0);
     v.set(field::GUEST_CR4, cr4);
     v.set(field::GUEST_CR3, exit.get(field::GUEST_CR3));
-    // Without L1's EPT the fields are undefined after an exit (SDM vol. 3C §28.3.4).
-    // By what was just saved: L2 may have changed its paging without an exit that L1 sees.
+    // By what was just saved: L2 may have changed its paging without an exit that L1 sees. And not by whether L1 has EPT, without
+    // which the fields are undefined after an exit (SDM vol. 3C §28.3.4): L1 may have switched it off since, and reads them now.
     let paging = cr0 & Cr0::PG.bits() != 0 && cr4 & x86::Cr4::PAE.bits() != 0;
-    if v.has_ept() && paging && known.efer & Efer::LMA.bits() == 0 {
+    if paging && known.efer & Efer::LMA.bits() == 0 {
         copy!(v, exit, GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3);
     }
 }

@@ -168,6 +168,16 @@ fn l1_goes_on_with_its_host_state() {
     assert!(r.loads_pdptes && !cs.is_long() && cs.is_default_big());
 }
 
+/// The check of CR0 lets them pass, for IA32_VMX_CR0_FIXED1 has all bits of the lower half.
+#[test]
+fn bits_of_cr0_that_are_none_are_not_loaded() {
+    let mut v = good();
+    set!(v, HOST_CR0 = 0xffff_ffff);
+    let kept = host::Kept { cr0: 0x4005_0033, efer: 0xd01 };
+    let r = host::registers(&v, kept, ExitReason::Cpuid, false);
+    assert_eq!(r.cr0, 0xc005_003f);
+}
+
 #[test]
 fn lists_are_those_of_the_vmcs() {
     let mut v = good();

@@ -73,6 +73,17 @@ pub struct Kept {
 /// CR0 bits that an exit leaves as they are.
 // Caching is not switched off and on by an exit (§28.5.1): L1 has what L2 had.
 const CR0_KEPT: u64 = Cr0::ET.bits() | Cr0::NW.bits() | Cr0::CD.bits();
+/// CR0 bits that an exit loads. All others are no processor's, and an exit leaves them alone too (§28.5.1), though a field that has
+/// them set passes the checks: IA32_VMX_CR0_FIXED1 lets every bit of the lower half be 1.
+const CR0_LOADED: u64 = Cr0::PE
+    .union(Cr0::MP)
+    .union(Cr0::EM)
+    .union(Cr0::TS)
+    .union(Cr0::NE)
+    .union(Cr0::WP)
+    .union(Cr0::AM)
+    .union(Cr0::PG)
+    .bits();
 const FLAT: u32 = u32::MAX;
 
 /// DS and its like after an exit.
@@ -108,7 +119,7 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
     let loads = |control, value| exit.contains(control).then_some(value);
     Registers {
         // Stock KVM loads the field whole, CD and NW too.
-        cr0: v.get(field::HOST_CR0) & !CR0_KEPT | kept.cr0 & CR0_KEPT,
+        cr0: v.get(field::HOST_CR0) & CR0_LOADED | kept.cr0 & CR0_KEPT,
         cr3: v.get(field::HOST_CR3),
         cr4,
         efer,

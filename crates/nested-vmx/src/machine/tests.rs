@@ -240,6 +240,50 @@ fn round_trip_of(
     guest.machine.leave(hardware, &report, known, &guest.memory);
 }
 
+/// What an exit has left in the hardware's VMCS comes before L1 reads or writes it, by whatever is in the upper half of the register
+/// that names the field.
+#[test]
+fn a_32_bit_l1_names_a_field_by_half_a_register() {
+    let mut guest = Guest::with_vmcs();
+    let mut hardware = Vmcs02::new();
+    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
+    hardware.put(field::GUEST_FS_BASE, 0x7777);
+    guest.cpu = Cpu { long_mode: false, is_64_bit: false, ..CPU };
+    let field = u64::from(field::GUEST_FS_BASE.encoding()) | 1 << 61;
+    for instruction in [
+        Instruction::Vmread { field, to: Place::Register(0) },
+        Instruction::Vmwrite { field, from: Place::Register(0), value: 0 },
+    ] {
+        assert_eq!(guest.machine.needs(&instruction), Groups::of(Group::Segments));
+    }
+    let needs = guest.machine.needs(&Instruction::Vmread { field, to: Place::Register(0) });
+    guest.machine.fetch(&hardware, &KNOWN, needs);
+    assert_eq!(guest.read(field), Ok(Then::Register(0, 0x7777)));
+}
+
+/// Which PDPTEs an exit has saved does not depend on controls that L1 changes behind it.
+#[test]
+fn pdptes_are_what_they_were_at_the_exit() {
+    let mut guest = Guest::with_vmcs();
+    let mut hardware = Vmcs02::new();
+    for (field, value) in [
+        (0x4012, 0x91fb),
+        (0x2806, 0x801),
+        (0x4816, 0xc09b),
+        (0x401e, 2),
+        (0x201a, 0x501e),
+        (0x280a, 0x7001),
+    ] {
+        guest.write(field, value).unwrap();
+    }
+    round_trip_of(&mut guest, &mut hardware, Instruction::Vmlaunch, &LEGACY);
+    hardware.put(field::GUEST_PDPTE0, 0x8001);
+    guest.write(0x401e, 0).unwrap();
+    let read = Instruction::Vmread { field: 0x280a, to: Place::Register(0) };
+    guest.machine.fetch(&hardware, &LEGACY, guest.machine.needs(&read));
+    assert_eq!(guest.run(read), Ok(Then::Register(0, 0x8001)));
+}
+
 fn l0() -> merge::L0 {
     use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
     merge::L0 {

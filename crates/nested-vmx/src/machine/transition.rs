@@ -145,8 +145,9 @@ impl Machine {
 
     /// What a shadow VMCS serves an exit has saved already, or only L1 changes.
     fn behind_field(&self, encoding: u64, served: Shadow) -> Groups {
-        // An encoding that is none fetches nothing: the instruction fails by itself.
-        let Some(named) = place::find(encoding) else { return Groups::NONE };
+        // An encoding that is none fetches nothing: the instruction fails by itself. Of the register the lower half is looked at: outside
+        // of 64-bit mode it is all that counts, and within it the upper half only makes the instruction fail.
+        let Some(named) = place::find(u64::from(encoding as u32)) else { return Groups::NONE };
         let group = Groups::of(named.place.group);
         let hot = match (named.place.shadow, served) {
             (Shadow::ReadWrite, _) | (Shadow::Read, Shadow::Read) => true,
