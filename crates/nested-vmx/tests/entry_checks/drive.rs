@@ -29,7 +29,7 @@ const OPERAND: u64 = 0xf000;
 pub use super::rig::{LIMITS, capabilities};
 
 impl Memory {
-    fn new(image: &Vmcs12) -> Self {
+    pub fn new(image: &Vmcs12) -> Self {
         let memory = Self::of(SIZE);
         let revision = image.header();
         memory.put(REGION, image.as_bytes());
