@@ -41,6 +41,7 @@ mod nested_smm;
 pub mod nested_state;
 mod nested_svm;
 mod nested_svm_hostile;
+mod nested_svm_smp;
 mod nested_vmx;
 mod nested_vmx_activity;
 mod nested_vmx_apic;
@@ -52,6 +53,7 @@ mod nested_vmx_interrupts;
 mod nested_vmx_lists;
 mod nested_vmx_log;
 mod nested_vmx_shadowing;
+mod nested_vmx_smp;
 mod nested_vmx_timer;
 mod nested_vmx_tpr;
 mod paging_bits;
@@ -141,9 +143,11 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx_log::TESTS,
         nested_vmx_lists::TESTS,
         nested_vmx_shadowing::TESTS,
+        nested_vmx_smp::TESTS,
         nested_vmx_timer::TESTS,
         nested_vmx_tpr::TESTS,
         nested_svm_hostile::TESTS,
+        nested_svm_smp::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,

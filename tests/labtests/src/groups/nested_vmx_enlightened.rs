@@ -2,6 +2,9 @@
 //!
 //! Hypervisor Top-Level Functional Specification, "Nested virtualization".
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
 use kvm_bindings::{
     KVM_CAP_HYPERV_CPUID, KVM_CAP_HYPERV_ENLIGHTENED_VMCS, KVM_CAP_SYS_HYPERV_CPUID,
 };
@@ -18,6 +21,7 @@ use crate::machine::code::{done, guarded, guest_code};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::{ARGUMENT, FREE, NOWHERE};
 use crate::machine::saved::{HEADER, Saved, nested, set_nested};
+use crate::machine::storm::{Tally, Turn, Watched, look_after, turn};
 use crate::outcome::{Answer, Errno, Outcome, equal, holds, skip};
 use crate::runner::tests;
 
@@ -36,6 +40,7 @@ tests!("nested_vmx_enlightened":
     without_the_vmms_word_a_page_is_nothing,
     a_state_with_a_page_is_saved_and_goes_on_elsewhere,
     a_state_with_a_page_needs_the_vmms_word,
+    a_page_that_another_thread_rewrites_is_entered_or_refused,
 );
 
 /// Where the program finds its fields, its page, and the VP assist page.
@@ -567,4 +572,73 @@ fn a_state_with_a_page_needs_the_vmms_word() -> Outcome {
     // Its flag without a VMCS.
     let short = state.with(4, &(HEADER as u32).to_le_bytes());
     equal("no VMCS", set_nested(other.vcpu(), &short), Err(Errno(libc::EINVAL)))
+}
+
+/// Turns of one guest while another thread makes words of its page wrong and right again, or until it dies.
+fn runs_while_the_page_changes(guest: &Guest, dice: &mut u64, tally: &mut Tally) -> Outcome {
+    const WORDS: u64 = 125;
+    let good = guest.memory.read_bytes(PAGE, 4096);
+    let (stop, watched) = (&AtomicBool::new(false), &Watched::new());
+    let roll = move |seed: &mut u64| {
+        *seed ^= *seed << 13;
+        *seed ^= *seed >> 7;
+        *seed ^= *seed << 17;
+        *seed
+    };
+    let mut seed = roll(dice);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            while !stop.load(Ordering::SeqCst) {
+                let at = 8 + roll(&mut seed) % (WORDS - 1) * 8;
+                let right =
+                    u64::from_le_bytes(good[at as usize..][..8].try_into().unwrap_or_default());
+                let wrong = match seed >> 32 & 3 {
+                    0 => seed,
+                    1 => 0,
+                    _ => right ^ 1 << (seed >> 40 & 63),
+                };
+                guest.memory.write(PAGE + at, wrong);
+                thread::yield_now();
+                guest.memory.write(PAGE + at, right);
+            }
+        });
+        scope.spawn(|| look_after(&[watched]));
+        watched.is_me();
+        let mut turns = || {
+            for round in 0..40 {
+                guest.memory.write(ARGUMENT, if round % 8 == 0 { FILL } else { 0 });
+                let end = turn(guest.vcpu())?;
+                watched.turned();
+                match end {
+                    Turn::Mark => {
+                        tally.count(format!("{:x} {:x}", guest.result(0), guest.result(1)));
+                    }
+                    Turn::Passing => tally.count("passing"),
+                    Turn::Dies(how) => {
+                        tally.count(how);
+                        break;
+                    }
+                }
+                thread::yield_now();
+            }
+            Ok(())
+        };
+        let outcome = turns();
+        watched.end();
+        stop.store(true, Ordering::SeqCst);
+        outcome
+    })
+}
+
+fn a_page_that_another_thread_rewrites_is_entered_or_refused() -> Outcome {
+    let (mut tally, mut dice) = (Tally::default(), 0x1234_5678_9abc_def1);
+    for _ in 0..20 {
+        let guest = with(enters(), &L2_CPUID)?;
+        guest.reach_mark()?;
+        exits(&guest, FILL)?;
+        runs_while_the_page_changes(&guest, &mut dice, &mut tally)?;
+    }
+    tally.tell("entries");
+    let good = tally.of(&format!("{EXITED:x} {EXIT_CPUID:x}"));
+    holds("entries that exit", good > 10, &tally)
 }

@@ -9,5 +9,6 @@ pub mod memory;
 pub mod saved;
 pub mod smram;
 pub mod stage;
+pub mod storm;
 pub mod tables;
 pub mod threads;
