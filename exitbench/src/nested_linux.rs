@@ -40,7 +40,7 @@ fn run(arguments: &NestedLinuxArguments, hypervisor: &Hypervisor) -> Result<Repo
     let boot = Boot {
         kernel: arguments.kernel.clone(),
         initrd: arguments.initrd.clone(),
-        cpus: 1,
+        cpus: arguments.cpus,
         memory: arguments.memory,
         command_line: command_line(arguments)?,
         from: String::new(),
@@ -62,20 +62,37 @@ fn wants_boot(arguments: &NestedLinuxArguments) -> bool {
     arguments.workloads.iter().any(|name| name == BOOT)
 }
 
+/// The command that runs the workloads, on one CPU of several with what it says kept off the console that they share.
+fn run_on(cpu: Option<u32>, workloads: &str, arguments: &NestedLinuxArguments) -> String {
+    let held = cpu.map(|cpu| format!(" --cpu {cpu}")).unwrap_or_default();
+    let quiet = cpu.map(|cpu| format!(" >/tmp/said{cpu} 2>&1")).unwrap_or_default();
+    format!(
+        "exitbench run {workloads} --iterations {} --marker-iterations {} --repetitions 1 --no-samples{held} \
+         --json /tmp/report{}{quiet}",
+        arguments.iterations,
+        arguments.marker_iterations,
+        cpu.unwrap_or(0)
+    )
+}
+
 /// L1's kernel command line: the parameters of its KVM, and the shell command that measures.
 fn command_line(arguments: &NestedLinuxArguments) -> Result<String> {
     let plain: Vec<&str> =
         arguments.workloads.iter().map(String::as_str).filter(|name| *name != BOOT).collect();
     let mut steps = Vec::new();
     if !plain.is_empty() {
-        steps.push(format!(
-            "exitbench run {} --iterations {} --marker-iterations {} --repetitions 1 --no-samples \
-             --json /tmp/report",
-            plain.join(" "),
-            arguments.iterations,
-            arguments.marker_iterations
-        ));
-        steps.push(format!("echo {BEGIN}; cat /tmp/report; echo {END}"));
+        let runs = |cpu| run_on(cpu, &plain.join(" "), arguments);
+        match arguments.cpus {
+            1 => steps.push(runs(None)),
+            cpus => {
+                let all: Vec<String> = (0..cpus).map(|cpu| runs(Some(cpu)) + " &").collect();
+                steps.push(all.join(" ") + " wait");
+            }
+        }
+        for cpu in 0..arguments.cpus {
+            let report = format!("cat /tmp/report{cpu} || cat /tmp/said{cpu}");
+            steps.push(format!("echo {BEGIN}; {report}; echo {END}"));
+        }
     }
     if wants_boot(arguments) {
         steps.push(
@@ -99,14 +116,20 @@ fn command_line(arguments: &NestedLinuxArguments) -> Result<String> {
     ))
 }
 
-/// The workloads of the reports on the console, a boot's being the last.
+/// The workloads of the reports on the console, one for each of L1's CPUs, a boot's being the last.
 fn entries(console: &str, boot: bool) -> Result<Vec<Entry>> {
     let mut reports = reports(console);
     let booted = if boot { reports.pop() } else { None };
     let mut found = Vec::new();
-    for text in reports {
-        let report: Report = serde_json::from_str(&text).context("what L1's exitbench reports")?;
-        found.extend(report.workloads);
+    let several = reports.len() > 1;
+    for (cpu, text) in reports.iter().enumerate() {
+        let report: Report = serde_json::from_str(text).context("what L1's exitbench reports")?;
+        found.extend(report.workloads.into_iter().map(|mut entry| {
+            if several {
+                entry.name += &format!("_cpu{cpu}");
+            }
+            entry
+        }));
     }
     if boot {
         let text = booted.context("L1 reports no boot")?;
@@ -181,6 +204,17 @@ mod tests {
         assert_eq!((found[0].name.as_str(), measured.summary.median), ("nested_linux_cpuid", 2));
         assert!(measured.markers && measured.statistics.is_empty());
         assert!(entries("nothing\n", false).is_err());
+    }
+
+    #[test]
+    fn each_cpu_has_a_report() {
+        let found = entries(&CONSOLE.repeat(2), false).unwrap();
+        let names: Vec<&str> = found.iter().map(|entry| entry.name.as_str()).collect();
+        assert_eq!(names, ["nested_linux_cpuid_cpu0", "nested_linux_cpuid_cpu1"]);
+        let line = command_line(&arguments(&["cpuid", "--cpus", "2"])).unwrap();
+        assert!(line.contains(" --cpu 0 --json /tmp/report0 >/tmp/said0 2>&1 & exitbench run "));
+        assert!(line.contains(" --cpu 1 --json /tmp/report1 >/tmp/said1 2>&1 & wait; echo "));
+        assert!(line.contains("; cat /tmp/report1 || cat /tmp/said1; "));
     }
 
     #[test]

@@ -80,6 +80,10 @@ pub struct NestedLinuxArguments {
     /// Another module of the initramfs in their place, such as gannet
     #[arg(long, value_name = "NAME")]
     pub l1_module: Option<String>,
+    /// Its CPUs; on each of them the workloads run, at the same time
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub cpus: u32,
     /// Its memory
     #[arg(long, value_name = "MIB", default_value_t = 384)]
     pub memory: u64,
