@@ -9,9 +9,13 @@
 
 #include "gannet.h"
 
-/* Whether the kernel keeps time by the TSC now, and how often that changed. */
+/* Whether the kernel keeps time by the TSC now, and how often that changed or the host has slept. */
 static bool by_tsc;
 static u32 generation;
+
+/* The TSC when the last CPU went to sleep, and by how much all sleeps have put it back. */
+static u64 asleep_at;
+static u64 lost;
 
 u64 gnt_monotonic_ns(void)
 {
@@ -46,6 +50,31 @@ int gnt_tsc_is_stable(void)
 u32 gnt_clock_generation(void)
 {
 	return READ_ONCE(generation);
+}
+
+u64 gnt_tsc_lost(void)
+{
+	return READ_ONCE(lost);
+}
+
+/* Suspend and hibernation, on the last CPU with interrupts off: no other has a later TSC. */
+void gnt_clock_sleeps(void)
+{
+	asleep_at = rdtsc_ordered();
+}
+
+/*
+ * The same CPU, before the others come; they follow it, or the kernel calls the TSC unstable. A TSC may have begun anew,
+ * may have stood still, or may have gone on: the relation to the kernel's clocks is another in each case. Tasks are
+ * frozen, so that no vCPU runs before it has looked.
+ */
+void gnt_clock_wakes(void)
+{
+	u64 now = rdtsc_ordered();
+
+	if (now < asleep_at)
+		WRITE_ONCE(lost, lost + (asleep_at - now));
+	WRITE_ONCE(generation, generation + 1);
 }
 
 #ifdef GNT_HAS_SNAPSHOT_ID

@@ -258,6 +258,9 @@ u32 gnt_tsc_khz(void);
 int gnt_tsc_is_stable(void);
 void gnt_clock_snapshot(struct gnt_clock_snapshot *out);
 u32 gnt_clock_generation(void);
+u64 gnt_tsc_lost(void);
+void gnt_clock_sleeps(void);
+void gnt_clock_wakes(void);
 int gnt_clock_init(void);
 void gnt_clock_exit(void);
 

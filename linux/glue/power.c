@@ -67,6 +67,7 @@ static int suspend(void)
 {
 	gnt_end_user_return();
 	gannet_cpu_offline();
+	gnt_clock_sleeps();
 	return 0;
 }
 
@@ -76,6 +77,7 @@ static void resume(void *unused)
 static void resume(void)
 #endif
 {
+	gnt_clock_wakes();
 	if (gannet_cpu_online())
 		pr_err("virtualization cannot be switched on again after suspend\n");
 }

@@ -54,13 +54,13 @@ impl Snapshot {
 
     /// Used by the std port.
     #[cfg(not(target_os = "none"))]
-    pub(crate) fn of_test(now: u64) -> Self {
+    pub(crate) fn of_test(now: u64, slept: u64, lost: u64) -> Self {
         Self {
-            tsc: now,
+            tsc: now.wrapping_sub(lost),
             monotonic_ns: now,
-            boot_ns: now,
+            boot_ns: now + slept,
             raw_ns: now,
-            real_ns: now + sys::std_port::TEST_EPOCH_NS,
+            real_ns: now + slept + sys::std_port::TEST_EPOCH_NS,
             tsc_based: 1,
         }
     }
@@ -73,10 +73,17 @@ pub fn snapshot() -> Snapshot {
     out
 }
 
-/// A number that changes when the host's clocksource starts or stops being the TSC: clock pages
-/// of guests must then be made anew.
+/// A number that changes when the host's clocksource starts or stops being the TSC, and when the host has slept: clock
+/// pages of guests must then be made anew, and [`tsc_lost`] be looked at.
+#[inline]
 pub fn source_generation() -> u32 {
     sys::gnt_clock_generation()
+}
+
+/// By how many ticks all sleeps of the host have put its TSC back, for it begins anew where power was off. It changes while
+/// no task runs.
+pub fn tsc_lost() -> u64 {
+    sys::gnt_tsc_lost()
 }
 
 #[cfg(test)]
@@ -91,5 +98,19 @@ mod tests {
         clock().advance(1_000);
         assert_eq!(monotonic_ns(), before.monotonic_ns + 1_000);
         assert!(before.tsc_based() && realtime_ns() > boottime_ns());
+    }
+
+    #[test]
+    fn a_test_can_send_its_host_to_sleep() {
+        let (before, generation) = (snapshot(), source_generation());
+        clock().sleep(5_000, 300);
+        let after = snapshot();
+        assert_ne!(source_generation(), generation);
+        assert_eq!((tsc_lost(), after.tsc), (300, before.tsc - 300));
+        assert_eq!(after.monotonic_ns, before.monotonic_ns);
+        assert_eq!(
+            (after.boot_ns, boottime_ns()),
+            (before.boot_ns + 5_000, before.boot_ns + 5_000)
+        );
     }
 }

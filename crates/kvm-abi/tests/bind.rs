@@ -12,7 +12,7 @@ use gannet_kvm_abi::caps::Offer;
 use gannet_kvm_abi::dispatch::{self, SystemOps};
 use gannet_kvm_abi::uapi::clock::KvmClockData;
 use gannet_kvm_abi::uapi::cpuid::KvmCpuidEntry2;
-use gannet_kvm_abi::uapi::device::KvmEnableCap;
+use gannet_kvm_abi::uapi::device::{KvmDeviceAttr, KvmEnableCap};
 use gannet_kvm_abi::uapi::event::KvmIrqfd;
 use gannet_kvm_abi::uapi::irqchip::*;
 use gannet_kvm_abi::uapi::memory::*;
@@ -656,4 +656,25 @@ fn a_vm_is_seen_in_debugfs_until_the_last_of_its_files_is_closed() {
     assert!(file("exits").is_some());
     drop(vcpu);
     assert_eq!(file("exits"), None);
+}
+
+/// The TSC of then would be less than what the VMM has read before.
+#[test]
+fn every_command_of_a_vcpu_knows_that_the_host_has_slept() {
+    let vm = vm();
+    let vcpu = vm.vcpu(0);
+    let offset = |vcpu: &Fd| {
+        let mut value = 0u64;
+        let attribute = KvmDeviceAttr {
+            flags: 0,
+            group: 0,
+            attr: 0,
+            addr: std::ptr::from_mut(&mut value) as u64,
+        };
+        assert_eq!(vcpu.with(ioctl::GET_DEVICE_ATTR, &attribute), 0);
+        value
+    };
+    let before = offset(&vcpu);
+    test::clock().sleep(9, 1_000);
+    assert_eq!(offset(&vcpu), before.wrapping_add(1_000));
 }

@@ -77,7 +77,7 @@ impl VmClock {
     }
 
     /// Takes a new instant to compute pages from: at creation, when the host's clock source
-    /// changed, and after the host slept. All pages are to be published again.
+    /// changed, and after the host slept, which a change of its generation tells. All pages are to be published again.
     pub const fn resample(&mut self, now: &HostTime) {
         self.master = match now.tsc {
             Some(host_tsc) => Some(Master { host_tsc, base_ns: now.base_ns() }),

@@ -95,6 +95,8 @@ pub(crate) struct Rare {
     pub error: run::user_exit::ErrorData,
     /// The TSC that the guest has.
     pub tsc: time::tsc::Tsc,
+    /// Of which of the host's clocks, and since which of its sleeps, that follows.
+    pub clock_source: u32,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -166,8 +168,9 @@ impl<B: Backend> Vcpu<B> {
         // VMM may have chosen for the whole VM (KVM API §4.55): the ratio comes first.
         let (host, ratio) = (this.b.host_tsc(), this.rare.tsc.ratio);
         this.b.set_tsc(0, ratio);
-        let scaled = this.b.guest_tsc(host);
-        let offset = this.vm.new_vcpu_tsc_offset(scaled, this.rare.tsc.khz);
+        // Without an offset yet.
+        let host = this.scaled_tsc(host);
+        let offset = this.vm.new_vcpu_tsc_offset(host, this.rare.tsc.khz);
         this.rare.tsc.offset = offset;
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
@@ -205,6 +208,7 @@ impl<B: Backend> Vcpu<B> {
                 stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
                 tsc: time::tsc::Tsc::of(vm.tsc_khz()),
+                clock_source: host::clock::source_generation(),
             })?,
             roots: paging::roots::Roots::new(vm.paging)?,
             shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },

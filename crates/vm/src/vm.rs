@@ -8,7 +8,7 @@ use core::sync::atomic::{
 use host::{
     Arc, NoMemory, clock,
     notifier::{InvalidateHandler, RegisterError, WithNotifier},
-    sync::{Mutex, SpinLock},
+    sync::{Mutex, SpinGuard, SpinLock},
 };
 use mmu::{AddressSpace, RegionLimits};
 pub use mmu::{EptSupport, Format};
@@ -27,7 +27,7 @@ use crate::{
     msr_filter::MsrFilter,
     settings::Settings,
     statistics::VmStatistics,
-    time::{Time, host_time},
+    time::{ScaledTsc, Time, host_time},
     vcpu_shared::{Request, SharedVcpu},
     vcpus::{AddError, MAX_VCPU_ID, VcpuTable},
 };
@@ -222,17 +222,22 @@ impl Vm {
         self.settings.halt_poll_ns.load(Relaxed)
     }
 
-    /// What a vCPU publishes as its clock page; `guest_tsc` turns a host TSC into the vCPU's.
-    pub fn clock_sample(&self, scale: Scale, guest_tsc: impl FnOnce(u64) -> u64) -> ClockSample {
+    /// Time as the host has it now.
+    fn current_time(&self) -> SpinGuard<'_, Time> {
         let mut time = self.time.lock();
         let source = clock::source_generation();
-        // Another clock source means another relation of TSC and time: what was published by the
-        // old one is over.
+        // Another clock source, or a sleep of the host's, means another relation of TSC and time: what was published
+        // by the old one is over.
         if time.source != source {
             time.source = source;
             time.clock.resample(&host_time());
         }
-        time.clock.sample(scale, guest_tsc, || {
+        time
+    }
+
+    /// What a vCPU publishes as its clock page; `guest_tsc` turns a host TSC into the vCPU's.
+    pub fn clock_sample(&self, scale: Scale, guest_tsc: impl FnOnce(u64) -> u64) -> ClockSample {
+        self.current_time().clock.sample(scale, guest_tsc, || {
             let now = clock::snapshot();
             (host_time(), now.tsc)
         })
@@ -246,7 +251,7 @@ impl Vm {
 
     /// The clock as KVM_GET_CLOCK tells it (KVM API §4.29).
     pub fn clock_data(&self) -> ClockData {
-        self.time.lock().clock.get(&host_time())
+        self.current_time().clock.get(&host_time())
     }
 
     /// KVM_SET_CLOCK: the clock shows `clock` now, or showed it at host real time `realtime`.
@@ -256,19 +261,19 @@ impl Vm {
         self.vcpus.request_all(Request::Clock);
     }
 
-    /// The TSC offset of a new vCPU of frequency `khz` at scaled host TSC `now`.
-    pub fn new_vcpu_tsc_offset(&self, now: u64, khz: u32) -> u64 {
-        self.time.lock().tsc().new_vcpu_offset(now, khz)
+    /// The TSC offset of a new vCPU of frequency `khz`.
+    pub fn new_vcpu_tsc_offset(&self, host: ScaledTsc, khz: u32) -> u64 {
+        self.time.lock().tsc().new_vcpu_offset(host, khz)
     }
 
     /// The offset for a VMM's write of a vCPU's TSC.
-    pub fn match_tsc(&self, value: u64, now: u64, khz: u32) -> u64 {
-        self.time.lock().tsc().match_write(value, now, khz)
+    pub fn match_tsc(&self, value: u64, host: ScaledTsc, khz: u32) -> u64 {
+        self.time.lock().tsc().match_write(value, host, khz)
     }
 
     /// The VMM has set the offset of a vCPU's TSC: the others follow.
-    pub fn note_tsc_offset(&self, offset: u64, now: u64, khz: u32) {
-        self.time.lock().tsc().note_offset(offset, now, khz);
+    pub fn note_tsc_offset(&self, offset: u64, host: ScaledTsc, khz: u32) {
+        self.time.lock().tsc().note_offset(offset, host, khz);
     }
 }
 

@@ -190,6 +190,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;
     pub(crate) safe fn gnt_clock_snapshot(out: &mut Snapshot);
     pub(crate) safe fn gnt_clock_generation() -> u32;
+    pub(crate) safe fn gnt_tsc_lost() -> u64;
     // debugfs.c
     pub(crate) fn gnt_seq_write(to: *mut SeqRaw, text: *const u8, len: usize);
     pub(crate) fn gnt_debug_add(

@@ -122,7 +122,9 @@ impl<B: Backend + 'static> VcpuFileOps for VcpuFile<B> {
     fn lock(&self) -> Result<impl DerefMut<Target = BoundVcpu<B>>, Errno> {
         // Killable: a thread in KVM_RUN may hold the mutex for ever, and who waits for it must be
         // able to die.
-        Ok(self.vcpu.lock_killable()?)
+        let mut bound = self.vcpu.lock_killable()?;
+        bound.vcpu.follow_host_clock();
+        Ok(bound)
     }
 }
 

@@ -7,7 +7,7 @@ use irqchip::lapic::BaseRules;
 use mmu::Section;
 use msr::{By, Class, Effect, MsrStore};
 use stats::VcpuCount;
-use vm::vcpu_shared::Request;
+use vm::{time::ScaledTsc, vcpu_shared::Request};
 use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, LAST_BRANCH_FROM, LAST_INT_TO, MISC_ENABLE, PAT,
     PLATFORM_INFO, SPEC_CTRL, TSC, TSC_ADJUST, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
@@ -417,16 +417,16 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64) {
-        let scaled = self.scaled_tsc();
-        let offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
+        let host = self.scaled_tsc_now();
+        let offset = self.vm.match_tsc(value, host, self.rare.tsc.khz);
         self.set_tsc_offset_by_vmm(offset);
         self.shared.request(Request::Clock);
     }
 
-    /// The host's TSC at the guest's rate, without an offset.
-    pub(crate) fn scaled_tsc(&mut self) -> u64 {
+    /// The host's TSC now, at the guest's rate, without an offset.
+    pub(crate) fn scaled_tsc_now(&mut self) -> ScaledTsc {
         let now = self.b.host_tsc();
-        self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset)
+        self.scaled_tsc(now)
     }
 
     /// The VMM sets what is added to the host's TSC. A timer of L1's for L2 runs on as it did; one that was restored is a

@@ -62,7 +62,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
-        let now = self.scaled_tsc();
+        let now = self.scaled_tsc_now();
         self.vm.note_tsc_offset(offset, now, self.rare.tsc.khz);
         self.set_tsc_offset_by_vmm(offset);
         self.shared.request(Request::Clock);

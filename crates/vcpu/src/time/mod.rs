@@ -36,7 +36,7 @@ use irqchip::lapic::{Expiry, Lapic, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
 use msr::By;
 use pv::LazyDeadline;
-use vm::vcpu_shared::Request;
+use vm::{time::ScaledTsc, vcpu_shared::Request};
 
 use crate::{
     Vcpu,
@@ -105,6 +105,41 @@ impl<B: Backend> Vcpu<B> {
         let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
         self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
         TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz }
+    }
+
+    /// The host's TSC at this frequency, without the guest's offset.
+    pub(crate) fn scaled_tsc(&self, host: u64) -> ScaledTsc {
+        let scaled = |ticks| self.b.guest_tsc(ticks).wrapping_sub(self.rare.tsc.offset);
+        ScaledTsc { now: scaled(host), lost: scaled(self.rare.tsc.lost) }
+    }
+
+    /// Before a command of the VMM's, KVM_RUN among them: the host may have slept, or keep time by another clock. While it
+    /// sleeps no command is under way, for each task is frozen on its way to user space.
+    #[inline]
+    pub fn follow_host_clock(&mut self) {
+        let source = host::clock::source_generation();
+        if source != self.rare.clock_source {
+            self.follow_other_clock(source);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn follow_other_clock(&mut self, source: u32) {
+        self.rare.clock_source = source;
+        // Both in all, and scaled then: one that looks after each sleep comes to the same as one that looks after two.
+        let before = self.scaled_tsc(0).lost;
+        self.rare.tsc.lost = host::clock::tsc_lost();
+        let lost = self.scaled_tsc(0).lost.wrapping_sub(before);
+        if lost != 0 {
+            // The guest's TSC goes on from where it was, and what is a time of it comes as it would have: its
+            // deadlines, and those of a guest's guest, stay as they are.
+            let offset = self.rare.tsc.offset.wrapping_add(lost);
+            self.rare.tsc.offset = offset;
+            self.b.set_tsc(offset, self.rare.tsc.ratio);
+            self.tsc_changed();
+        }
+        self.shared.request(Request::Clock);
     }
 
     /// The present inside the loop, if the base is known: no kernel call.

@@ -15,6 +15,8 @@ pub(crate) struct Tsc {
     pub ratio: u64,
     /// What is added to the host's TSC, scaled.
     pub offset: u64,
+    /// What the host's TSC had lost by sleeps when the offset was made.
+    pub lost: u64,
 }
 
 impl Tsc {
@@ -26,7 +28,7 @@ impl Tsc {
         } else {
             (u64::from(khz) << 32) / u64::from(host_khz.max(1))
         };
-        Self { khz, ratio, offset: 0 }
+        Self { khz, ratio, offset: 0, lost: host::clock::tsc_lost() }
     }
 }
 

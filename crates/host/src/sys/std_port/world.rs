@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use crate::clock::Snapshot;
+
 use super::super::{DebugCalls, FileCalls, NotifierCalls, TimerFn, WatchCalls};
 
 /// CLOCK_REALTIME minus CLOCK_MONOTONIC in tests.
@@ -27,6 +29,10 @@ pub(crate) struct Armed {
 #[derive(Default)]
 pub(crate) struct State {
     pub(crate) now: u64,
+    /// How often the host has slept, how long in all, and what its TSC has lost by that.
+    pub(crate) sleeps: u32,
+    pub(crate) slept_ns: u64,
+    pub(crate) tsc_lost: u64,
     /// Armed timers by id.
     pub(crate) armed: BTreeMap<u64, Armed>,
     /// Timers whose handler runs now.
@@ -80,6 +86,19 @@ impl World {
     /// CLOCK_MONOTONIC of this world, ns.
     pub fn now(&self) -> u64 {
         self.lock().now
+    }
+
+    /// The host sleeps for so long, and its TSC is that many ticks behind when it wakes.
+    pub fn sleep(&self, ns: u64, lost: u64) {
+        let mut state = self.lock();
+        state.sleeps += 1;
+        state.slept_ns += ns;
+        state.tsc_lost += lost;
+    }
+
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let state = self.lock();
+        Snapshot::of_test(state.now, state.slept_ns, state.tsc_lost)
     }
 
     /// How many timers are armed.

@@ -1,20 +1,20 @@
 //! Clocks, randomness, parameters and the log. One nanosecond is one TSC tick.
 
 use crate::clock::Snapshot;
-use crate::sys::std_port::world::{TEST_EPOCH_NS, World};
+use crate::sys::std_port::world::World;
 
 pub(crate) fn gnt_monotonic_ns() -> u64 {
     World::current().now()
 }
 pub(crate) fn gnt_boottime_ns() -> u64 {
-    World::current().now()
+    World::current().snapshot().boot_ns
 }
 pub(crate) fn gnt_random_word() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)
 }
 pub(crate) fn gnt_realtime_ns() -> u64 {
-    World::current().now() + TEST_EPOCH_NS
+    World::current().snapshot().real_ns
 }
 pub(crate) fn gnt_tsc_khz() -> u32 {
     1_000_000
@@ -23,10 +23,13 @@ pub(crate) fn gnt_tsc_is_stable() -> i32 {
     1
 }
 pub(crate) fn gnt_clock_snapshot(out: &mut Snapshot) {
-    *out = Snapshot::of_test(World::current().now());
+    *out = World::current().snapshot();
 }
 pub(crate) fn gnt_clock_generation() -> u32 {
-    0
+    World::current().lock().sleeps
+}
+pub(crate) fn gnt_tsc_lost() -> u64 {
+    World::current().lock().tsc_lost
 }
 
 // Parameters.
