@@ -188,7 +188,11 @@ mod tests {
         t.new_vcpu_offset(at(100), 7);
         t.note_offset(5_000, at(1_000), 7);
         assert_eq!(t.new_vcpu_offset(at(9_000), 7), 5_000);
-        assert_eq!(t.match_write(6_100, at(1_050), 7), 5_000, "within a second of what it is by now");
+        assert_eq!(
+            t.match_write(6_100, at(1_050), 7),
+            5_000,
+            "within a second of what it is by now"
+        );
         t.note_offset(9, at(1_000), 8);
         assert_eq!(t.match_write(0, at(2_000), 7), 2_000u64.wrapping_neg(), "another frequency");
     }
