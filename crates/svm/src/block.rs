@@ -123,6 +123,14 @@ impl ControlBlock {
         core::mem::take(&mut self.flush)
     }
 
+    /// As if the CPU had refused the entry, which cannot take place.
+    pub(crate) fn refuse(&mut self) {
+        let control = &mut self.unmarked().control;
+        control.exit_code = ExitCode::Invalid.0;
+        // No delivery was interrupted.
+        control.exit_int_info = 0;
+    }
+
     /// Whether the next entry is to be [`enter_flushing`](Self::enter_flushing).
     #[inline(always)]
     pub(crate) fn wants_flush(&self) -> bool {

@@ -57,7 +57,10 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     }
 
     fn load(&mut self, at: usize) {
-        let Some(here) = self.block.arrive(at) else { return };
+        let Some(here) = self.block.arrive(at).filter(|here| !here.is_absent()) else {
+            // The entry goes the rare way, and does not take place.
+            return self.block.request_flush();
+        };
         // Another guest may have trained the predictors that this one's branches would use.
         if here.last_vcpu.load(Relaxed) != self.id {
             here.last_vcpu.store(self.id, Relaxed);
@@ -119,7 +122,8 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     fn complete(&mut self, _gprs: &mut Gprs) {}
 
     fn unload(&mut self, _: Onward) {
-        let Some(here) = self.block.here() else { return };
+        // What was not loaded has changed nothing, and interrupts are still off.
+        let Some(here) = self.block.here().filter(|_| self.loaded) else { return };
         // For an entry that did not take place.
         self.disarm_step();
         // STGI would have a pending interrupt taken here. The caller takes it, once the mode says that the guest was

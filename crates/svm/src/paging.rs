@@ -86,6 +86,10 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn enter_flushing(&mut self, gprs: &mut Gprs) {
+        // SVM is off on this CPU: what user space hears is an entry that the CPU has refused.
+        if !self.loaded {
+            return self.block.refuse();
+        }
         self.block.enter_flushing(&self.features, &mut self.cpu, gprs, self.spec);
     }
 }

@@ -23,6 +23,8 @@ pub struct PerCpu {
     saves: AtomicU64,
     /// The save area holds the host's state, since SVM was switched on.
     saved: AtomicBool,
+    /// SVM could not be switched on when the CPU came or woke: its instructions are #UD.
+    absent: AtomicBool,
     /// The vCPU that ran last here, for IBPB.
     pub(crate) last_vcpu: AtomicU64,
     /// The host's TSC_AUX.
@@ -65,6 +67,7 @@ impl PerCpu {
             next_asid: AtomicU32::new(1),
             saves: AtomicU64::new(0),
             saved: AtomicBool::new(false),
+            absent: AtomicBool::new(false),
             last_vcpu: AtomicU64::new(0),
             tsc_aux: AtomicU64::new(0),
             registers: HostRegisters::default(),
@@ -107,6 +110,12 @@ impl PerCpu {
     /// Has the next ASID begin the numbers anew, with a flush of the whole TLB.
     pub(crate) fn exhaust_asids(&self) {
         self.next_asid.store(u32::MAX, Relaxed);
+    }
+
+    /// Whether no guest can run here, since SVM could not be switched on.
+    #[inline]
+    pub(crate) fn is_absent(&self) -> bool {
+        self.absent.load(Relaxed)
     }
 
     /// Switches SVM on on this CPU, on which this runs with interrupts off.
@@ -195,7 +204,12 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
     // What is noted of the CPU is for who has interrupts off.
-    irq::undisturbed(|| this.enable(c))
+    irq::undisturbed(|| {
+        let enabled = this.enable(c);
+        // Kernels before 6.5 have the CPU all the same, and any has the one that wakes.
+        this.absent.store(enabled.is_err(), Relaxed);
+        enabled
+    })
 }
 
 /// Switches SVM off on the CPU this runs on; harmless where it is off.

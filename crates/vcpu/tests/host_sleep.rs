@@ -6,7 +6,7 @@
 mod rig;
 
 use backend::Backend;
-use cpu::{Counting, Model, ModelVmcs};
+use cpu::{Counting, Model, ModelVmcs, Op};
 use gannet_vcpu::{By, RunInput, UserExit, Vcpu};
 use host::page::Pages;
 use host::std_port::test::clock;
@@ -147,4 +147,24 @@ fn a_deadline_is_as_far_away_behind_the_sleep_as_before() {
         exit(ExitReason::Wbinvd)(vmcs, gprs);
     };
     play(&mut v, [step(left)]);
+}
+
+#[test]
+fn a_cpu_that_wakes_without_svm_enters_no_guest() {
+    let mut v = rig::vcpu();
+    let mut locked = Model::default();
+    locked.msrs.insert(x86::msr::VM_CR, x86::msr::vm_cr::SVMDIS);
+    let at = host::smp::cpu_id();
+    svm::percpu::enable(&mut locked, at).unwrap_err();
+    let before = v.backend().cpu().counts();
+    for _ in 0..2 {
+        let refused = UserExit::FailEntry { reason: u64::MAX, cpu: at as u32 };
+        assert_eq!(v.run(&RunInput::default()), refused);
+    }
+    let counts = v.backend().cpu().counts().since(&before);
+    assert_eq!((counts.of(Op::Vmrun), counts.of(Op::Clgi), counts.of(Op::Vmload)), (0, 0, 0));
+    // Its firmware was asked again.
+    svm::percpu::enable(&mut Model::default(), at).unwrap();
+    v.backend().cpu().inner().then(unknown);
+    assert!(matches!(v.run(&RunInput::default()), UserExit::InternalError { .. }));
 }
