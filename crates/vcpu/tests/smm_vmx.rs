@@ -2,7 +2,7 @@
 
 mod rig;
 
-use backend::Gprs;
+use backend::{Gprs, Nested as _};
 use cpu::ModelVmcs;
 use gannet_vcpu::UserExit;
 use gannet_vcpu::state::registers::GivenEvents;
@@ -13,7 +13,7 @@ use rig::vmx::{exit, shutdown};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use x86::vmcs::interruptibility::{MOV_SS, STI};
 use x86::vmcs::{ExitReason, field};
-use x86::{Cr0, Cr4, Rflags};
+use x86::{Cr0, Cr4, Efer, Rflags, segment::attr};
 
 const SMBASE: u64 = 0x3_0000;
 const HANDLER: u64 = 0x8000;
@@ -265,28 +265,36 @@ fn vmx_operation_that_the_vmm_has_ended_is_not_put_aside() {
     m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), on));
 }
 
-/// The save area of a CPU without long mode has no place for L2, and VMX needs none: what is put aside waits for RSM, whose
-/// registers are L2's.
+/// The save area of a CPU without long mode has no place for L2, nor for EFER. VMX needs neither: what is put aside waits for
+/// RSM, whose registers are L2's.
 #[test]
 fn without_long_mode_vmx_operation_is_put_aside_too() {
     for in_l2 in [false, true] {
-        // L2 pages with 32 bits.
+        // Both page with 32 bits, and L2 has no-execute pages.
         let mut v = vmcs12();
-        v.set(field::ENTRY_CONTROLS, v.get(field::ENTRY_CONTROLS) & !(1 << 9 | 1 << 15));
-        v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) & !(1 << 21));
+        v.set(field::ENTRY_CONTROLS, v.get(field::ENTRY_CONTROLS) & !(1 << 9) | 1 << 15);
+        v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) & !(1 << 21 | 1 << 9));
         v.set(field::GUEST_CR4, v.get(field::GUEST_CR4) & !Cr4::PAE.bits());
+        v.set(field::HOST_CR4, v.get(field::HOST_CR4) & !Cr4::PAE.bits());
         v.set(field::GUEST_CS_RIGHTS, 0xc09b);
-        v.set(field::GUEST_EFER, 0);
+        v.set(field::GUEST_EFER, Efer::NXE.bits());
         let mut m = Machine::of(&v);
         let mut cpuid = m.h.vcpu.cpuid_entries().to_vec();
         for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0x8000_0001) {
             entry.edx &= !(1 << 29);
         }
         m.h.vcpu.set_cpuid(&cpuid).unwrap();
+        let mut sregs = m.h.vcpu.sregs();
+        sregs.efer = Efer::empty();
+        sregs.cr4 -= Cr4::PAE;
+        let code = &mut sregs.cs;
+        code.attr = code.attr & !attr::L | attr::DB;
+        m.h.vcpu.set_sregs(&sregs, None).unwrap();
         if in_l2 {
             m.h.vmlaunch();
         }
         m.stops(move |vmcs| assert_eq!(vmcs.get(field::GUEST_RIP) == L2_RIP, in_l2));
+        let on = m.h.vcpu.regs().rip;
         m.h.vcpu.queue_smi();
         m.stops(|vmcs| assert_eq!(vmcs.get(field::GUEST_RIP), HANDLER));
         let mut state = vec![0; m.h.vcpu.nested_state_size().unwrap()];
@@ -295,5 +303,11 @@ fn without_long_mode_vmx_operation_is_put_aside_too() {
         assert_ne!(state[8..16], [0xff; 8]);
         let flags = u16::from_le_bytes(state[24..26].try_into().unwrap());
         assert_eq!(flags, if in_l2 { 3 } else { 2 });
+        m.h.then(exit(ExitReason::Rsm));
+        m.stops(move |vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), on);
+            assert_eq!(vmcs.get(field::GUEST_EFER) & Efer::NXE.bits() != 0, in_l2);
+        });
+        assert_eq!(m.h.vcpu.backend().level() == backend::Level::L2, in_l2);
     }
 }

@@ -48,6 +48,8 @@ pub(crate) struct OfL1 {
 pub(crate) struct OtherMsrs {
     pub(crate) pat: u64,
     pub(crate) debugctl: u64,
+    /// A save area of 32 bits has no place for it.
+    pub(crate) efer: Efer,
 }
 
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.

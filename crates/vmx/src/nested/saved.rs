@@ -121,7 +121,7 @@ impl<C: Cpu> Vmx<C> {
     /// MSRs of the level that runs, of which an exit may save nothing.
     pub(super) fn other_msrs(&self) -> OtherMsrs {
         let (pat, debugctl) = (self.get(fields::GUEST_PAT), self.get(fields::GUEST_DEBUGCTL));
-        OtherMsrs { pat, debugctl }
+        OtherMsrs { pat, debugctl, efer: self.efer }
     }
 
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
@@ -135,13 +135,14 @@ impl<C: Cpu> Vmx<C> {
     ) {
         let pending = n.machine.run_pending;
         // Read before L2's block is composed: with no entry pending they are L2's already.
-        let (dr7, efer) = (self.get(fields::GUEST_DR7), self.efer);
+        let dr7 = self.get(fields::GUEST_DR7);
+        let efer = others.map_or(self.efer, |l2| l2.efer);
         self.begin_l2(n, gprs, memory);
         // Of vmcs01: a step that pends in a shadow of L1's is over with its entry, and behind an exit none pends (SDM vol. 3C §28.5).
         n.other.set_rarely(&self.cpu, fields::GUEST_PENDING_DEBUG, 0);
         if !pending {
             self.set_rarely(fields::GUEST_DR7, dr7);
-            if let Some(OtherMsrs { pat, debugctl }) = others {
+            if let Some(OtherMsrs { pat, debugctl, .. }) = others {
                 self.set_rarely(fields::GUEST_PAT, pat);
                 self.set_rarely(fields::GUEST_DEBUGCTL, debugctl);
             }
