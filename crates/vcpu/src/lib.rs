@@ -95,6 +95,8 @@ pub(crate) struct Rare {
     pub error: run::user_exit::ErrorData,
     /// The TSC that the guest has.
     pub tsc: time::tsc::Tsc,
+    /// With which others it was set.
+    pub tsc_round: vm::time::Round,
     /// Of which of the host's clocks, and since which of its sleeps, that follows.
     pub clock_source: u32,
 }
@@ -170,7 +172,8 @@ impl<B: Backend> Vcpu<B> {
         this.b.set_tsc(0, ratio);
         // Without an offset yet.
         let host = this.scaled_tsc(host);
-        let offset = this.vm.new_vcpu_tsc_offset(host, this.rare.tsc.khz);
+        let Self { vm, rare, .. } = &mut *this;
+        let offset = vm.new_vcpu_tsc_offset(host, rare.tsc.khz, &mut rare.tsc_round);
         this.rare.tsc.offset = offset;
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
@@ -208,6 +211,7 @@ impl<B: Backend> Vcpu<B> {
                 stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
                 tsc: time::tsc::Tsc::of(vm.tsc_khz()),
+                tsc_round: vm::time::Round::default(),
                 clock_source: host::clock::source_generation(),
             })?,
             roots: paging::roots::Roots::new(vm.paging)?,

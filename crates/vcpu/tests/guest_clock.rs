@@ -4,10 +4,15 @@ mod rig;
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use ::vm::VmRef;
+use ::vm::{
+    VmRef,
+    time::{Round, ScaledTsc},
+    vcpu_shared::VcpuShared,
+};
 use backend::{RCX, RDX};
 use gannet_vcpu::{By, RunInput};
 use host::page::Page;
+use irqchip::lapic::CpuRole;
 use mmu::Region;
 use rig::{Machine, TestVcpu, UNKNOWN, add_vcpu, exit, unknown, vm};
 use x86::vmcb::ExitCode;
@@ -77,4 +82,62 @@ fn a_vcpu_that_comes_later_has_the_offset_that_the_vmm_has_set() {
     first.set_tsc_offset(0x1234_5678);
     let second = add_vcpu(&machine, &vm, 1);
     assert_eq!(second.tsc_offset(), first.tsc_offset());
+}
+
+/// Linux reads the clock by the page of one vCPU everywhere if that says so.
+#[test]
+fn a_clock_is_told_as_stable_while_all_vcpus_have_one_tsc() {
+    const TSC_STABLE: u8 = 1;
+    let (mut first, vm, page) = with_clock();
+    let mut second = add_vcpu(&Machine::default(), &vm, 1);
+    let is_stable = |v: &mut TestVcpu| {
+        v.backend().cpu().inner().then(unknown);
+        assert_eq!(v.run(&RunInput::default()), UNKNOWN);
+        let told = page.bytes()[29].load(Relaxed) & TSC_STABLE != 0;
+        assert_eq!(vm.clock_data().flags != 0, told, "KVM_GET_CLOCK says the same");
+        told
+    };
+    assert!(is_stable(&mut first));
+    second.set_tsc_offset(first.tsc_offset().wrapping_add(1));
+    assert!(!is_stable(&mut first), "told to others than the one that was set");
+    first.set_tsc_offset(second.tsc_offset());
+    assert!(is_stable(&mut first));
+    second.write_msr(TSC, 1 << 50, By::Vmm).unwrap();
+    assert!(!is_stable(&mut first));
+    first.write_msr(TSC, 1 << 50, By::Vmm).unwrap();
+    assert!(is_stable(&mut first));
+    // A guest that moves its own TSC is believed to know, as on stock KVM.
+    first.write_msr(TSC_ADJUST, 5, By::Guest).unwrap();
+    assert!(is_stable(&mut first));
+}
+
+#[test]
+fn another_clock_of_the_hosts_is_told_while_a_guest_runs() {
+    let (mut v, _vm, page) = with_clock();
+    v.backend().cpu().inner().then(unknown);
+    assert_eq!(v.run(&RunInput::default()), UNKNOWN);
+    let version = word(page, 0) as u32;
+    v.backend().cpu().inner().then(|vmcb, _| {
+        host::std_port::test::clock().sleep(0, 0);
+        vmcb.control.exit_code = ExitCode::Intr.0;
+    });
+    v.backend().cpu().inner().then(move |vmcb, gprs| {
+        assert_ne!(word(page, 0) as u32, version);
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UNKNOWN);
+}
+
+/// As KVM_CREATE_VCPU does it: its TSC first.
+#[test]
+fn a_vcpu_of_another_frequency_ends_that() {
+    let vm = vm(&Machine::default());
+    let add = |id, khz| {
+        vm.new_vcpu_tsc_offset(ScaledTsc { now: 5, lost: 0 }, khz, &mut Round::default());
+        vm.add_vcpu(VcpuShared::new(id, id, CpuRole::Application, true).unwrap()).unwrap();
+        vm.clock_data().flags != 0
+    };
+    assert!(add(0, 1_000_000));
+    assert!(!add(1, 2_000_000));
+    assert!(!add(2, 2_000_000));
 }

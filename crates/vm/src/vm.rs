@@ -27,7 +27,7 @@ use crate::{
     msr_filter::MsrFilter,
     settings::Settings,
     statistics::VmStatistics,
-    time::{ScaledTsc, Time, host_time},
+    time::{Round, ScaledTsc, Time, TscMatch, host_time},
     vcpu_shared::{Request, SharedVcpu},
     vcpus::{AddError, MAX_VCPU_ID, VcpuTable},
 };
@@ -117,7 +117,7 @@ impl Vm {
             smm_memory,
             irq: VmIrq::new(vcpus.clone())?,
             vcpus,
-            time: SpinLock::new(Time::new()),
+            time: SpinLock::new(Time::new()?),
             making: Mutex::new(()),
             settings,
             paging: limits.paging,
@@ -177,7 +177,10 @@ impl Vm {
 
     /// Adds a vCPU. [`Vm::making`] is held.
     pub fn add_vcpu(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
-        self.vcpus.add(vcpu)
+        self.vcpus.add(vcpu)?;
+        // Its TSC was set before it counted as one.
+        self.set_tsc(|_| {});
+        Ok(())
     }
 
     /// Whether the VMM's address space is gone, or the VM was killed.
@@ -237,10 +240,13 @@ impl Vm {
 
     /// What a vCPU publishes as its clock page; `guest_tsc` turns a host TSC into the vCPU's.
     pub fn clock_sample(&self, scale: Scale, guest_tsc: impl FnOnce(u64) -> u64) -> ClockSample {
-        self.current_time().clock.sample(scale, guest_tsc, || {
+        let time = self.current_time();
+        let sample = time.clock.sample(scale, guest_tsc, || {
             let now = clock::snapshot();
             (host_time(), now.tsc)
-        })
+        });
+        // A guest that is told so reads the clock of all vCPUs by one page.
+        ClockSample { stable: sample.stable && time.in_step(), ..sample }
     }
 
     /// The guest's clock now, and the host's.
@@ -251,7 +257,10 @@ impl Vm {
 
     /// The clock as KVM_GET_CLOCK tells it (KVM API §4.29).
     pub fn clock_data(&self) -> ClockData {
-        self.current_time().clock.get(&host_time())
+        let time = self.current_time();
+        let data = time.clock.get(&host_time());
+        // As on stock KVM the flags go together.
+        if time.in_step() { data } else { ClockData { clock: data.clock, ..ClockData::default() } }
     }
 
     /// KVM_SET_CLOCK: the clock shows `clock` now, or showed it at host real time `realtime`.
@@ -261,19 +270,37 @@ impl Vm {
         self.vcpus.request_all(Request::Clock);
     }
 
+    /// A vCPU's TSC is set. Whether all of them are one the clock pages say.
+    fn set_tsc<R>(&self, set: impl FnOnce(&mut TscMatch) -> R) -> R {
+        let (result, changed) = {
+            let mut time = self.time.lock();
+            (set(time.tsc()), time.follow_tscs(self.vcpus.count()))
+        };
+        if changed {
+            // Behind the change: a vCPU that serves the request finds it.
+            self.vcpus.request_all(Request::Clock);
+        }
+        result
+    }
+
     /// The TSC offset of a new vCPU of frequency `khz`.
-    pub fn new_vcpu_tsc_offset(&self, host: ScaledTsc, khz: u32) -> u64 {
-        self.time.lock().tsc().new_vcpu_offset(host, khz)
+    pub fn new_vcpu_tsc_offset(&self, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
+        self.set_tsc(|tsc| tsc.new_vcpu_offset(host, khz, mine))
     }
 
     /// The offset for a VMM's write of a vCPU's TSC.
-    pub fn match_tsc(&self, value: u64, host: ScaledTsc, khz: u32) -> u64 {
-        self.time.lock().tsc().match_write(value, host, khz)
+    pub fn match_tsc(&self, value: u64, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
+        self.set_tsc(|tsc| tsc.match_write(value, host, khz, mine))
     }
 
     /// The VMM has set the offset of a vCPU's TSC: the others follow.
-    pub fn note_tsc_offset(&self, offset: u64, host: ScaledTsc, khz: u32) {
-        self.time.lock().tsc().note_offset(offset, host, khz);
+    pub fn note_tsc_offset(&self, offset: u64, host: ScaledTsc, khz: u32, mine: &mut Round) {
+        self.set_tsc(|tsc| tsc.note_offset(offset, host, khz, mine));
+    }
+
+    /// A vCPU's TSC is of another rate than before, by the VMM's choice.
+    pub fn leave_tsc_round(&self, mine: &mut Round) {
+        self.set_tsc(|tsc| tsc.leave(mine));
     }
 }
 

@@ -324,6 +324,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Everything to be looked at before the guest may be entered.
     fn before_entry(&mut self) -> Outcome {
+        // It may ask for the clock. The host may have come to keep time by another one while the VMM waits for KVM_RUN.
+        self.follow_host_clock();
         // First, since each of them may change what is looked at below.
         if self.shared.has_requests() {
             self.take_requests()?;

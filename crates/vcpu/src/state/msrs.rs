@@ -418,7 +418,7 @@ impl<B: Backend> Vcpu<B> {
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64) {
         let host = self.scaled_tsc_now();
-        let offset = self.vm.match_tsc(value, host, self.rare.tsc.khz);
+        let offset = self.vm.match_tsc(value, host, self.rare.tsc.khz, &mut self.rare.tsc_round);
         self.set_tsc_offset_by_vmm(offset);
         self.shared.request(Request::Clock);
     }

@@ -44,7 +44,10 @@ impl<B: Backend> Vcpu<B> {
         }
         let host = self.b.host_tsc();
         let guest = self.b.guest_tsc(host);
-        self.rare.tsc = Tsc::of(khz);
+        let before = core::mem::replace(&mut self.rare.tsc, Tsc::of(khz));
+        if self.rare.tsc.ratio != before.ratio {
+            self.vm.leave_tsc_round(&mut self.rare.tsc_round);
+        }
         // The guest's TSC goes on from where it is.
         // The new ratio without an offset gives what has to be added.
         self.b.set_tsc(0, self.rare.tsc.ratio);
@@ -63,7 +66,7 @@ impl<B: Backend> Vcpu<B> {
     /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
         let now = self.scaled_tsc_now();
-        self.vm.note_tsc_offset(offset, now, self.rare.tsc.khz);
+        self.vm.note_tsc_offset(offset, now, self.rare.tsc.khz, &mut self.rare.tsc_round);
         self.set_tsc_offset_by_vmm(offset);
         self.shared.request(Request::Clock);
     }
