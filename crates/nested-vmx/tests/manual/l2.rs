@@ -139,7 +139,7 @@ impl Run {
     }
 
     /// L2 gives one of its registers another value.
-    fn change(&mut self, field: u16, value: u64) {
+    pub fn change(&mut self, field: u16, value: u64) {
         let l2 = self.model.l2.as_mut().unwrap();
         l2.set(field, value);
         let value = value & fields::mask(field);

@@ -597,6 +597,11 @@ impl Run {
             self.adopt_page_directories();
         }
         self.is_composed()?;
+        let info = self.model.get(0x4016);
+        if info >> 31 != 0 && info >> 8 & 7 == 2 {
+            // The hardware delivers it before anything else, and it blocks those that follow.
+            self.change(0x4824, self.model.l2.as_ref().unwrap().get(0x4824) | 8);
+        }
         self.asleep = self.model.sleeps();
         let asleep = events::sleeps(self.machine.vmcs12());
         same("sleeps", asleep.is_some(), self.asleep != 0)?;
