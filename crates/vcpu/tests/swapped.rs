@@ -359,6 +359,104 @@ fn a_read_modify_write_of_memory_that_is_read_only_reads_it_once() {
     }
 }
 
+/// The VMM has done the write, and takes the slot away that it was read from, before the instruction completes.
+#[test]
+fn a_write_that_was_answered_is_done_once_whatever_becomes_of_its_source() {
+    const FROM: u64 = 0x2_0000;
+    // OUTSB; MOVSB; PUSH [EBX].
+    for code in [&[0x6e][..], &[0xa4], &[0xff, 0x33]] {
+        let outs = code == [0x6e];
+        let mut guest = guest(code);
+        guest.privileged();
+        guest.memory(1, 0, FROM).bytes()[0].store(7, Relaxed);
+        guest.then(move |vmcb, gprs| {
+            if outs {
+                port(false)(vmcb, gprs);
+            } else {
+                device(true)(vmcb, gprs);
+            }
+            (gprs.0[RBX], gprs.0[RSI], gprs.0[RDI]) = (FROM, FROM, DEVICE);
+            vmcb.save.rsp = DEVICE + 4;
+        });
+        match guest.run() {
+            UserExit::Io { write: true, port: PORT, .. } => assert!(outs),
+            UserExit::Mmio { gpa: DEVICE, write: true, data: [7, ..], .. } => assert!(!outs),
+            other => panic!("{code:02x?}: {other:?}"),
+        }
+        guest.delete(1);
+        let end = CODE + code.len() as u64;
+        guest.ends(move |vmcb, _| assert_eq!(vmcb.save.rip, end, "{code:02x?}"));
+        assert_eq!(guest.injected(), 0);
+    }
+}
+
+/// Another vCPU changes the tables of the guest before the instruction completes.
+#[test]
+fn a_write_that_was_answered_is_done_once_whatever_its_addresses_lead_to() {
+    const TABLE: u64 = 0x3_0000;
+    const SPAN: u64 = 0x40_0000;
+    // XADD [EBX], ECX; MOVSB; LOCK DEC of a byte. What is at its second 4 MiB goes to another device, or nowhere.
+    let codes = [&[0x0f, 0xc1, 0x0b][..], &[0xa4], &[0xf0, 0xfe, 0x0b]];
+    for (code, then) in codes.iter().flat_map(|code| [(*code, DEVICE + SPAN), (*code, 0)]) {
+        let mut guest = guest(code);
+        guest.privileged();
+        let table = guest.memory(1, 0, TABLE);
+        let map = |n: u64, to: u64| {
+            let entry = if to == 0 { 0 } else { to as u32 | 0xe7 };
+            for (at, byte) in entry.to_le_bytes().into_iter().enumerate() {
+                table.bytes()[n as usize * 4 + at].store(byte, Relaxed);
+            }
+        };
+        map(1, DEVICE);
+        map(2, DEVICE + 2 * SPAN);
+        table.bytes()[0].store(0xe7, Relaxed);
+        let mut sregs = guest.vcpu.sregs();
+        (sregs.cr0, sregs.cr3) = (x86::Cr0::from_bits_retain(0x8000_0031), TABLE);
+        sregs.cr4 = x86::Cr4::from_bits_retain(0x10);
+        guest.vcpu.set_sregs(&sregs, None).unwrap();
+        guest.then(|vmcb, gprs| {
+            device(true)(vmcb, gprs);
+            (gprs.0[RBX], gprs.0[RCX]) = (SPAN, 2);
+            (gprs.0[RSI], gprs.0[RDI]) = (SPAN, 2 * SPAN);
+        });
+        assert!(matches!(guest.run(), UserExit::Mmio { gpa: DEVICE, write: false, .. }));
+        assert!(matches!(guest.run(), UserExit::Mmio { write: true, .. }), "{code:02x?}");
+        map(1, then);
+        let end = CODE + code.len() as u64;
+        guest.ends(move |vmcb, _| assert_eq!(vmcb.save.rip, end, "{code:02x?}"));
+        assert_eq!(guest.injected(), 0, "{code:02x?}: {then:x}");
+    }
+}
+
+/// The other half of it is in memory, which goes, comes, or takes another value.
+#[test]
+fn a_read_modify_write_half_of_a_device_stores_each_half_once() {
+    const LOW: u64 = DEVICE - 0x1000;
+    // What becomes of the half in memory.
+    for (value, gone) in [(1, false), (9, false), (1, true)] {
+        let mut guest = guest(&[0x0f, 0xc1, 0x0b]); // xadd [ebx], ecx
+        let memory = guest.memory(1, 0, LOW);
+        memory.bytes()[0xffe].store(1, Relaxed);
+        guest.then(|vmcb, gprs| {
+            device(true)(vmcb, gprs);
+            (gprs.0[RBX], gprs.0[RCX]) = (DEVICE - 2, 2);
+        });
+        assert!(matches!(guest.run(), UserExit::Mmio { gpa: DEVICE, len: 2, write: false, .. }));
+        assert!(matches!(guest.run(), UserExit::Mmio { gpa: DEVICE, len: 2, write: true, .. }));
+        memory.bytes()[0xffe].store(value, Relaxed);
+        if gone {
+            guest.delete(1);
+            let data = [3, 0, 0, 0, 0, 0, 0, 0];
+            let asked = UserExit::Mmio { gpa: DEVICE - 2, len: 2, write: true, data };
+            assert_eq!(guest.run(), asked, "the half that nobody has stored");
+        }
+        guest.ends(|vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, gprs.0[RCX]), (CODE + 3, 0x0505_0001));
+        });
+        assert_eq!(memory.bytes()[0xffe].load(Relaxed), if gone { 1 } else { 3 });
+    }
+}
+
 /// What comes between two iterations returns into the instruction: no breakpoint before it is met again (SDM vol. 3B
 /// §18.3.1.1), and the shadow of the instruction before it ends with its first one.
 #[test]

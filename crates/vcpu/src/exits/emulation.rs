@@ -33,7 +33,7 @@ use crate::{
     exits::code::CodeState as _,
     run::events::Outer,
     run::outcome::{Break, Outcome},
-    run::user_exit::{ERROR_EMULATION, ErrorData},
+    run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
 };
 
 /// Whether an instruction may be emulated for L2. L1 was asked about the exit, and not about the instruction: where
@@ -193,8 +193,13 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(exception);
                 Ok(())
             }
-            // The answers so far stay: the same instruction asks for them again.
-            Err(Stop::Retry) => Ok(()),
+            // What devices have answered stays: the same instruction asks for it again.
+            Err(Stop::Retry) if self.device.user_io.log.retry() => Ok(()),
+            // A part is written. It is begun again as after an answer.
+            Err(Stop::Retry) => {
+                self.device.user_io.completion = Completion::Emulation;
+                Err(UserExit::Intr.into())
+            }
             Err(Stop::NeedUser) => match self.device.user_io.log.asked() {
                 Some((access, 1)) => Err(self.device.ask(&access, Completion::Emulation)),
                 Some((access, count)) => Err(self.device.ask_items(&access, count)),

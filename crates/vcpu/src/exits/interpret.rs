@@ -99,7 +99,10 @@ impl<B: Backend> Vcpu<B> {
         if is_protected(&self.b) {
             return self.wait_for_valid_state(event);
         }
-        match emulate::deliver(self, vector) {
+        let delivered = emulate::deliver(self, vector);
+        // What it has accessed is of no instruction.
+        self.device.user_io.log.forget();
+        match delivered {
             Ok(done) => {
                 // Not before all was pushed: a fault leaves the guest where it was.
                 self.b.set_rip(done.rip);

@@ -76,6 +76,11 @@ impl<B: Backend> Vcpu<B> {
         self.device.user_io.log.record_done(access);
         Ok(access.data)
     }
+
+    /// An access that is complete, whatever is at its address by now.
+    fn settled(&mut self, at: Gva, len: usize, way: Direction) -> Option<[u8; 8]> {
+        self.device.user_io.log.next_settled(at, len, way)
+    }
 }
 
 impl<B: Backend> Machine for Vcpu<B> {
@@ -119,6 +124,10 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
+        if let Some(answer) = self.settled(at, into.len(), Direction::Read) {
+            fill(into, &answer);
+            return Ok(());
+        }
         let gpa = self.translate(at, walk_access(how))?;
         let access = DeviceAccess::load(gpa, into.len() as u8);
         // The log first: an answered access must not be made a second time, for devices tell reads
@@ -127,12 +136,9 @@ impl<B: Backend> Machine for Vcpu<B> {
             Some(answer) => answer,
             None if self.mmu.is_memory(gpa, Direction::Read) => {
                 self.mmu.memory.read(gpa, into).map_err(memory_stop)?;
-                // What is to be stored there is asked of user space, which may carry it out before the instruction is begun
-                // anew. Of memory that can be written nothing is kept: a locked instruction has to see what others store.
-                if how == Access::Modify && !self.mmu.is_memory(gpa, Direction::Write) {
-                    let log = &mut self.device.user_io.log;
-                    log.record_done(DeviceAccess { data: padded(into), ..access });
-                }
+                // A write may be asked of user space behind it, and completes what was begun with this.
+                let data = padded(into);
+                self.device.user_io.log.record_memory(DeviceAccess { data, ..access });
                 return Ok(());
             }
             None => self.device(access)?,
@@ -142,12 +148,12 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
-        let gpa = self.translate(at, walk_access(how))?;
-        let store = DeviceAccess::store_of(gpa, data);
         // As for loads: a store that user space has done is not done again.
-        if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
+        if self.settled(at, data.len(), Direction::Write).is_some() {
             return Ok(());
         }
+        let gpa = self.translate(at, walk_access(how))?;
+        let store = DeviceAccess::store_of(gpa, data);
         if self.mmu.is_memory(gpa, Direction::Write) {
             return self.mmu.memory.write(gpa, data).map_err(memory_stop);
         }
@@ -156,16 +162,20 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn probe_write(&mut self, at: Gva, _len: usize) -> Result<(), Stop> {
+        // It was looked at before the first write, which is not to be taken back.
+        if self.device.user_io.log.is_settled() {
+            return Ok(());
+        }
         // One page: the emulator splits what crosses into a second one.
         self.translate(at, walk::Access::WRITE).map(|_| ())
     }
 
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
-        let gpa = self.translate(at, walk::Access::WRITE)?;
-        let store = DeviceAccess::store_of(gpa, new);
-        if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
+        if self.settled(at, new.len(), Direction::Write).is_some() {
             return Ok(true);
         }
+        let gpa = self.translate(at, walk::Access::WRITE)?;
+        let store = DeviceAccess::store_of(gpa, new);
         if !self.mmu.is_memory(gpa, Direction::Write) {
             // A device has no old value to compare with. As on stock KVM the exchange is a store.
             return self.device(store.ok_or(Stop::Unsupported)?).map(|_| true);
@@ -176,12 +186,20 @@ impl<B: Backend> Machine for Vcpu<B> {
             return self.mmu.memory.write(gpa, new).map(|()| true).map_err(memory_stop);
         }
         let (old, new) = (u64::from_le_bytes(padded(old)), u64::from_le_bytes(padded(new)));
-        self.mmu.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
+        let done = self.mmu.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)?;
+        if !done {
+            self.device.user_io.log.forget_memory();
+        }
+        Ok(done)
     }
 
     fn is_writable_ram(&mut self, at: Gva, _len: usize) -> Result<bool, Stop> {
-        let gpa = self.translate(at, walk::Access::WRITE)?;
-        Ok(self.mmu.is_memory(gpa, Direction::Write))
+        match self.translate(at, walk::Access::WRITE) {
+            Ok(gpa) => Ok(self.mmu.is_memory(gpa, Direction::Write)),
+            // Another vCPU has taken the page away, from what may be written already.
+            Err(_) if self.device.user_io.log.is_settled() => Ok(false),
+            Err(stop) => Err(stop),
+        }
     }
 
     fn steps(&self) -> bool {

@@ -4,11 +4,20 @@
 //! and where RIP goes on. One that is emulated may make several, and the emulator keeps nothing in its
 //! middle. So it is emulated again from its beginning after every answer, and the [`AccessLog`] has what
 //! was answered before, in order.
+//!
+//! Meanwhile the VMM, or another vCPU, may change what an address is made of. As long as the instruction has only read,
+//! an answer of another place is none, and it reads there anew. Once a store or an OUT was answered (by user space or by a
+//! device of the kernel's) the log is settled: nothing goes from it, and what it has is taken before any address is
+//! translated, so that no answered write is dropped or done again. A page that is replaced leaves the offset in it: by
+//! that a settled access is known. What the instruction read from plain memory is there for it too: noted as it is read,
+//! it goes if the instruction is tried again and nothing was written. A settled instruction that has to be tried again is
+//! begun by the next KVM_RUN and not by the guest, which would do all of it. One fault is left: if a store crosses into a
+//! page that another vCPU takes from the guest's tables between the two halves, the guest makes all of it again.
 
 use backend::Backend;
 use emulate::{Fetched, STRING_RUN_BYTES, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
-use x86::Direction;
+use x86::{Direction, Gva};
 
 use super::DeviceAccess;
 use crate::{
@@ -56,8 +65,30 @@ pub enum Completion {
     Emulation,
 }
 
-/// Device accesses of one instruction (or one REP iteration) that can be remembered.
-const LOG: usize = 16;
+/// Accesses of one instruction (or one REP iteration) that can be remembered: what it reads from memory too. That is 16 of a
+/// device, and as many reads of memory.
+const LOG: usize = 32;
+
+/// Who has answered an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    /// User space or a device of the kernel's: not to be made twice.
+    Device,
+    /// Plain memory was read: it may be read again, as long as nothing was written.
+    Memory,
+}
+
+/// An access that was answered.
+#[derive(Clone, Copy, Debug)]
+struct Answered {
+    access: DeviceAccess,
+    by: By,
+    /// The instruction has come to it since it was begun anew.
+    taken: bool,
+}
+
+/// The part of an address that its translation leaves.
+const PAGE_OFFSET: u64 = x86::addr::PAGE_SIZE - 1;
 
 /// Why an instruction is executed in software.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,13 +110,13 @@ pub(crate) struct Begun {
     pub(crate) nested: bool,
 }
 
-/// The device accesses of an emulated instruction that were answered, in order, with the answers.
+/// The accesses of an emulated instruction that were answered, in order, with the answers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AccessLog {
-    answered: [Option<DeviceAccess>; LOG],
+    answered: [Option<Answered>; LOG],
     count: usize,
-    /// How many of them the instruction has come to since it was begun anew.
-    cursor: usize,
+    /// A write is among them: nothing goes any more.
+    settled: bool,
     /// What user space was asked for last.
     asked: Option<DeviceAccess>,
     /// Several items of one port that INS asks for at once.
@@ -134,12 +165,23 @@ impl AccessLog {
 
     /// Begins at the first access again.
     pub(crate) fn rewind(&mut self) {
-        self.cursor = 0;
+        self.answered.iter_mut().take(self.count).flatten().for_each(|a| a.taken = false);
+    }
+
+    /// The instruction has to be tried again. Whether the guest may begin it: it does not know of what is written.
+    pub(crate) fn retry(&mut self) -> bool {
+        self.forget_memory();
+        !self.settled
+    }
+
+    /// What is to be replaced is read again: the instruction has to see what others have stored.
+    pub(crate) fn forget_memory(&mut self) {
+        self.keep(|answered| answered.by != By::Memory);
     }
 
     /// The accesses so far are complete, and the instruction goes on: a string's next iteration.
     pub(crate) fn commit(&mut self) {
-        (self.count, self.cursor, self.asked) = (0, 0, None);
+        (self.count, self.settled, self.asked) = (0, false, None);
         // Items that nobody has taken yet stay: their port gives them once.
         self.items = self.items.and_then(Items::after_iteration);
     }
@@ -150,41 +192,85 @@ impl AccessLog {
         (self.begun, self.items) = (None, None);
     }
 
-    /// The answer to `access`, if it is the next that was answered before. Looked for before anything
-    /// else: what was a device then may be memory now.
-    pub(crate) fn next(&mut self, access: &DeviceAccess) -> Option<[u8; 8]> {
-        if self.cursor >= self.count {
-            return None;
-        }
-        let answered = self.answered.get(self.cursor).copied().flatten()?;
-        // Another vCPU may have changed what the address is made of: the answer is of another place then.
-        if !answered.is_at(access) {
-            return None;
-        }
-        self.cursor += 1;
-        Some(answered.data)
+    /// Whether a write was answered: the instruction has to come to its end.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.settled
     }
 
-    fn record(&mut self, access: DeviceAccess) {
-        // A full log drops what the kernel's devices answer. Who asks user space with a full one is refused.
-        if let Some(slot) = self.answered.get_mut(self.count) {
-            *slot = Some(access);
-            self.count += 1;
+    /// The answer to `access`, if it was answered before. Looked for before anything else: what was a device then may be
+    /// memory now.
+    pub(crate) fn next(&mut self, access: &DeviceAccess) -> Option<[u8; 8]> {
+        // Another vCPU may have changed what the address is made of: the answer is of another place then.
+        self.take(|answered| answered.is_at(access))
+    }
+
+    /// The answer to the access of memory at the linear address `at`, if a write was answered. Looked for before `at` is
+    /// translated: where it leads by now does not matter.
+    pub(crate) fn next_settled(&mut self, at: Gva, len: usize, way: Direction) -> Option<[u8; 8]> {
+        if !self.settled {
+            return None;
         }
+        self.take(|answered| {
+            answered.space == vm::irq::Space::Memory
+                && answered.direction == way
+                && usize::from(answered.size) == len
+                && answered.address & PAGE_OFFSET == at.0 & PAGE_OFFSET
+        })
+    }
+
+    /// The first answer that the instruction has not come to. Not by its place in the log alone: the halves of a store
+    /// change places if one of them becomes memory.
+    fn take(&mut self, is_it: impl Fn(&DeviceAccess) -> bool) -> Option<[u8; 8]> {
+        let mut all = self.answered.iter_mut().take(self.count).flatten();
+        let found = all.find(|answered| !answered.taken && is_it(&answered.access))?;
+        found.taken = true;
+        Some(found.access.data)
+    }
+
+    fn record(&mut self, access: DeviceAccess, by: By, taken: bool) {
+        // A full log drops what the kernel's devices and memory answer. Who asks user space with a full one is refused.
+        if let Some(slot) = self.answered.get_mut(self.count) {
+            *slot = Some(Answered { access, by, taken });
+            self.count += 1;
+            self.settled |= access.is_store();
+        }
+    }
+
+    /// Drops all but what is `wanted`: the one way by which a single answer goes, and there is none once a write was
+    /// answered.
+    fn keep(&mut self, wanted: impl Fn(&Answered) -> bool) {
+        if self.settled {
+            return;
+        }
+        let mut kept = 0;
+        for n in 0..core::mem::take(&mut self.count) {
+            let answered = self.answered.get(n).copied().flatten();
+            if let (Some(answered), Some(slot)) =
+                (answered.filter(&wanted), self.answered.get_mut(kept))
+            {
+                *slot = Some(answered);
+                kept += 1;
+            }
+        }
+        self.count = kept;
     }
 
     /// What the instruction has not come to goes: it is of places that the instruction no longer asks for. Kept, it would
-    /// stand before each new answer, which is never found then, until the log is full.
+    /// fill the log.
     fn drop_rest(&mut self) {
-        self.count = self.cursor;
+        self.keep(|answered| answered.taken);
     }
 
-    /// Records an access that was answered here, and moves past it: by a device of the kernel's, of which some have side
-    /// effects, or by memory that the instruction is about to change.
+    /// Records an access that a device of the kernel's has answered, of which some have side effects.
     pub(crate) fn record_done(&mut self, access: DeviceAccess) {
         self.drop_rest();
-        self.record(access);
-        self.cursor = self.count;
+        self.record(access, By::Device, true);
+    }
+
+    /// Records what was read from memory. What a device has answered stays: it may be come to yet.
+    pub(crate) fn record_memory(&mut self, access: DeviceAccess) {
+        self.keep(|answered| answered.taken || answered.by == By::Device);
+        self.record(access, By::Memory, true);
     }
 
     /// Has user space asked for an access. More than the log holds is none that an instruction makes
@@ -203,6 +289,10 @@ impl AccessLog {
     /// How many of `wanted` items of a port may be had at once: no more than were answered, if they were, since the VMM may
     /// have set other registers meanwhile.
     pub(crate) fn items_at_once(&self, access: &DeviceAccess, wanted: u64) -> u64 {
+        // An item is on its way to a device, or was when it was asked for: it is the one that this iteration stores.
+        if self.count != 0 {
+            return 1;
+        }
         match self.items {
             Some(items) if items.answers(access) => wanted.min(items.left().into()),
             _ => wanted,
@@ -255,7 +345,7 @@ impl AccessLog {
                 vm::irq::Space::Memory => mmio,
                 vm::irq::Space::Port => port,
             };
-            self.record(DeviceAccess { data, ..asked });
+            self.record(DeviceAccess { data, ..asked }, By::Device, false);
         }
     }
 }
@@ -398,6 +488,73 @@ mod tests {
         log.record_done(DeviceAccess { data: [3; 8], ..was });
         log.rewind();
         assert_eq!((log.next(&was), log.next(&is)), (Some([3; 8]), None));
+    }
+
+    /// Whatever the address leads to by then.
+    #[test]
+    fn an_answered_write_is_neither_dropped_nor_asked_again() {
+        const AT: Gva = Gva(0x7010);
+        let places = [Gpa(0x1010), Gpa(0x2010)];
+        let [(load, store), (other, _)] =
+            places.map(|gpa| (DeviceAccess::load(gpa, 4), DeviceAccess::store(gpa, 4, [6; 8])));
+        let mut log = AccessLog::default();
+        log.record_memory(DeviceAccess { data: [1; 8], ..DeviceAccess::load(Gpa(0x3000), 1) });
+        for (access, data) in [(load, [5; 8]), (store, [0; 8])] {
+            assert_eq!(log.next_settled(AT, 4, access.direction), None, "nothing is written yet");
+            assert_eq!(log.ask(access), Stop::NeedUser);
+            log.answer(data, [9; 8]);
+            log.rewind();
+            assert_eq!(log.next(&DeviceAccess::load(Gpa(0x3000), 1)), Some([1; 8]));
+            assert_eq!(log.next(&load), Some([5; 8]));
+        }
+        for _ in 0..2 * LOG {
+            log.rewind();
+            assert!(!log.retry(), "the guest would do all of it");
+            let answers = [
+                (Gva(0), 1, Direction::Read),
+                (AT, 4, Direction::Read),
+                (AT, 4, Direction::Write),
+                (AT, 4, Direction::Write),
+            ]
+            .map(|(at, len, way)| log.next_settled(at, len, way).map(|data| data[0]));
+            assert_eq!(answers, [Some(1), Some(5), Some(0), None]);
+        }
+        // Something else is read, or asked.
+        log.rewind();
+        log.record_memory(other);
+        log.record_done(other);
+        assert_eq!(log.ask(other), Stop::NeedUser);
+        assert!(log.next(&store).is_some());
+        log.commit();
+        assert!(!log.is_settled());
+    }
+
+    #[test]
+    fn what_memory_held_is_read_again_unless_something_was_written() {
+        let (memory, port) = (DeviceAccess::load(Gpa(0), 4), DeviceAccess::port_in(1, 1));
+        let mut log = AccessLog::default();
+        log.record_memory(memory);
+        log.record_done(port);
+        assert!(log.retry());
+        log.rewind();
+        assert_eq!((log.next(&memory), log.next(&port)), (None, Some([0; 8])));
+        // Of another page by now: what the port gave stays, and the log does not grow.
+        for page in 1..2 * LOG as u64 {
+            log.rewind();
+            log.record_memory(DeviceAccess::load(Gpa(page << 12), 4));
+            assert!(log.next(&port).is_some() && log.count == 2);
+        }
+    }
+
+    #[test]
+    fn an_item_that_was_asked_for_alone_is_not_lost_among_many() {
+        let mut log = AccessLog::default();
+        let port = DeviceAccess::port_in(0x80, 1);
+        log.ask(port);
+        log.answer([0; 8], [7; 8]);
+        assert_eq!(log.items_at_once(&port, 100), 1);
+        log.commit();
+        assert_eq!(log.items_at_once(&port, 100), 100);
     }
 
     #[test]
