@@ -262,6 +262,21 @@ fn an_entry_that_is_refused_tells_why() {
     assert!(matches!(v.run(&RunInput::default()), UserExit::FailEntry { reason: 0, .. }));
 }
 
+/// CR4.VMXE is set before VMXON and clear behind VMXOFF only: the model CPU refuses VMPTRLD in between.
+#[test]
+fn no_instruction_of_vmx_is_executed_where_cr4_vmxe_alone_is_set() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    // As the CPU goes: what is kept of it is shared, and the registers are this vCPU's model's.
+    let mut model = Model::default();
+    (model.vmx.cr4, model.vmx.on) = (Cr4::VMXE.into(), Some(x86::Hpa(0)).into());
+    percpu::disable(&mut model, host::smp::cpu_id());
+    v.backend().cpu().inner().vmx.on.set(None);
+    assert!(v.backend().cpu().inner().vmx.cr4.get().contains(Cr4::VMXE));
+    assert!(matches!(v.run(&RunInput::default()), UserExit::FailEntry { reason: 0, .. }));
+}
+
 #[test]
 fn cr0_is_read_through_the_shadow_and_the_hardware_keeps_its_fixed_bits() {
     let (efer, cs) = LONG_MODE;

@@ -484,7 +484,7 @@ fn a_deadline_that_stays_due_does_not_hold_off_the_host() {
     let mut v = timed();
     let b = v.backend();
     b.begin_run();
-    b.load(0);
+    b.load(host::smp::cpu_id());
     b.watch(1);
     let mut gprs = Gprs::default();
     let mut left = 0;

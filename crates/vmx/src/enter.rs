@@ -17,7 +17,7 @@ use backend::{Answer, Exit, Exits, Gprs, Injection, Onward, RSP, Registers, Turn
 use cpu::{Cpu, VmxSwitch};
 use host::hostcpu;
 use x86::{
-    Cr4, Rflags, msr,
+    Rflags, msr,
     segment::attr,
     vmcs::{ENTRY_FAILURE, ExitReason, event, field, invept},
 };
@@ -56,7 +56,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         let here = self.vmcs.find(at);
         let cr4 = self.cpu.cr4_now();
         // VMX goes off at a crash, or with its CPU: an instruction of it would fault then.
-        let Some(here) = here.filter(|_| cr4.contains(Cr4::VMXE)) else {
+        let Some(here) = here.filter(|here| here.is_on_by(cr4)) else {
             self.attention |= attention::OFF;
             return;
         };

@@ -135,9 +135,15 @@ impl PerCpu {
 
     /// Whether the instructions of VMX can be executed here. Interrupts are off.
     pub fn is_on<C: Cpu>(&self, c: &C) -> bool {
+        self.is_on_by(c.cr4_now())
+    }
+
+    /// The same, where CR4 was read with interrupts off as they are.
+    #[inline]
+    pub fn is_on_by(&self, cr4: Cr4) -> bool {
         // CR4.VMXE alone says too little: it is set before VMXON, and cleared behind VMXOFF, and an instruction in between is #UD
         // in the kernel. By the CPU's own register too, as a crash may have switched VMX off without asking.
-        self.on.load(Relaxed) && c.cr4_now().contains(Cr4::VMXE)
+        self.on.load(Relaxed) && cr4.contains(Cr4::VMXE)
     }
 
     /// Clears the VMCS at `vmcs`, which is active here. Harmless where it is not any more: VMX may
