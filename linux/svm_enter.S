@@ -223,3 +223,16 @@ SYM_FUNC_START(gnt_svm_vmrun)
 	ud2
 	_ASM_EXTABLE(.Lvmrun, .Lfault)
 SYM_FUNC_END(gnt_svm_vmrun)
+
+/*
+ * void gnt_refill_return_stack(void)
+ *
+ * For an IBPB between two vCPUs: as the kernel's write_ibpb() since 6.15, which modules of other
+ * names may not call.
+ */
+SYM_FUNC_START(gnt_refill_return_stack)
+#ifdef X86_BUG_IBPB_NO_RET
+	REFILL_RETURN_STACK X86_BUG_IBPB_NO_RET
+#endif
+	RET
+SYM_FUNC_END(gnt_refill_return_stack)

@@ -411,6 +411,7 @@ void gnt_power_exit(void);
 /* svm_enter.S; called from Rust only */
 extern bool gnt_rebooting;
 void gnt_svm_vmrun(u64 vmcb, u64 *gprs, u64 guest_spec_ctrl, u64 host_spec_ctrl);
+void gnt_refill_return_stack(void);
 
 /* ---- Rust for C (linux/module) ---- */
 

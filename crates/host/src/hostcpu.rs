@@ -7,6 +7,7 @@ mod port {
     // wrapper names; what has an argument takes any.
     unsafe extern "C" {
         pub safe fn gnt_ibpb_on_switch() -> bool;
+        pub safe fn gnt_refill_return_stack();
         pub safe fn gnt_host_spec_ctrl() -> u64;
         pub safe fn gnt_host_xss() -> u64;
         pub safe fn gnt_restore_debug_regs();
@@ -29,7 +30,10 @@ mod port {
 #[cfg(not(target_os = "none"))]
 mod port {
     pub fn gnt_ibpb_on_switch() -> bool {
-        false
+        crate::std_port::test::ibpb_on_switch()
+    }
+    pub fn gnt_refill_return_stack() {
+        crate::std_port::test::refill_return_stack();
     }
     pub fn gnt_host_spec_ctrl() -> u64 {
         0
@@ -79,6 +83,12 @@ mod port {
 #[inline]
 pub fn ibpb_on_switch() -> bool {
     port::gnt_ibpb_on_switch()
+}
+
+/// Behind an IBPB, where that leaves the return stack as it is (some AMD CPUs): fills it with what leads nowhere.
+#[inline]
+pub fn refill_return_stack() {
+    port::gnt_refill_return_stack()
 }
 
 /// SPEC_CTRL as the kernel keeps it on this CPU. Interrupts are off.

@@ -67,6 +67,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
             // The CPU's VMCB cache is tagged by physical address, and another vCPU ran here.
             if hostcpu::ibpb_on_switch() {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
+                hostcpu::refill_return_stack();
             }
         }
         // A kernel call, so before the segments are the guest's, and with RCU watching.

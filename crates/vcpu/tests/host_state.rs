@@ -13,6 +13,7 @@ use gannet_vcpu::{RunInput, UserExit};
 use proptest::prelude::*;
 use rig::{Machine, TestVcpu, exit, features, shutdown, vcpu_of};
 use svm::{Features, HostState};
+use x86::msr;
 use x86::vmcb::{ExitCode, Vmcb};
 
 const BOTH: [HostState; 2] = [HostState::Vmsave, HostState::Msr];
@@ -188,6 +189,30 @@ fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
     }
 }
 
+/// Some CPUs' IBPB leaves the return stack as it is.
+#[test]
+fn predictions_and_the_return_stack_are_emptied_where_another_vcpu_ran_last() {
+    let _alone = alone();
+    host::std_port::test::want_ibpb_on_switch();
+    let machine = Machine::default();
+    let vm = rig::vm(&machine);
+    let mut first = rig::add_vcpu(&machine, &vm, 0);
+    let mut second = rig::add_vcpu(&machine, &vm, 1);
+    let barriers = |v: &mut TestVcpu| {
+        v.backend().cpu().inner().msrs.remove(&msr::PRED_CMD);
+        let before = host::std_port::test::return_stack_refills();
+        v.backend().begin_run();
+        v.backend().load(host::smp::cpu_id());
+        v.backend().unload(Onward::ToGuest);
+        let written = v.backend().cpu().inner().msrs.get(&msr::PRED_CMD).copied();
+        (written, host::std_port::test::return_stack_refills() - before)
+    };
+    assert_eq!(barriers(&mut first), (Some(1), 1));
+    assert_eq!(barriers(&mut first), (None, 0));
+    assert_eq!(barriers(&mut second), (Some(1), 1));
+    assert_eq!(barriers(&mut first), (Some(1), 1));
+}
+
 /// The host's DEBUGCTL is none of the guest's: the model CPU refuses to enter one with it.
 #[test]
 fn a_guest_runs_without_the_hosts_debugctl() {
@@ -221,7 +246,7 @@ fn data_selectors_are_those_of_now() {
     for data in [(7, 0), (0, 0x4f), (0, 0), (7, 7)] {
         b.cpu().inner().vmx.data = data;
         b.cpu().inner().moved.selectors = Selectors { fs: 0x4f, gs: 7, ldt: 0x50 };
-        b.load(0);
+        b.load(host::smp::cpu_id());
         let before = b.cpu().counts();
         b.unload(Onward::ToGuest);
         assert_eq!(b.cpu().counts().since(&before).of(Op::Selectors), 2);

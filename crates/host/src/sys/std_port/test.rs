@@ -188,6 +188,8 @@ pub(crate) fn perf_leave() {
 
 std::thread_local! {
     static HOST_DEBUGCTL: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    static IBPB_ON_SWITCH: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    static REFILLS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
     static PERF_GUEST: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
     static PERF_STOPPED: std::cell::Cell<i32> = const { std::cell::Cell::new(0) };
     static SPLIT_LOCKS: std::cell::Cell<Option<bool>> = const { std::cell::Cell::new(None) };
@@ -196,6 +198,24 @@ std::thread_local! {
 pub(crate) fn split_locks() -> Option<bool> {
     sys::refuse_in_guest("what the kernel does about split locks");
     SPLIT_LOCKS.get()
+}
+
+/// From now on this thread's kernel wants an IBPB where another vCPU ran last.
+pub fn want_ibpb_on_switch() {
+    IBPB_ON_SWITCH.set(true);
+}
+
+pub(crate) fn ibpb_on_switch() -> bool {
+    IBPB_ON_SWITCH.get()
+}
+
+/// How often this thread has refilled the return stack.
+pub fn return_stack_refills() -> u32 {
+    REFILLS.get()
+}
+
+pub(crate) fn refill_return_stack() {
+    REFILLS.set(REFILLS.get() + 1);
 }
 
 pub(crate) fn uses_ldt() -> bool {
