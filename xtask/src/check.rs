@@ -30,7 +30,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Ok(image) => image,
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
-    let checks: [(&str, Result<(), String>); 15] = [
+    let checks: [(&str, Result<(), String>); 16] = [
         ("holds the one Rust object", core(layout, kernel, &image)),
         ("has vendors' modules that take no more than they may", vendors(layout, kernel)),
         ("has only relocations the loader accepts", relocations(&image)),
@@ -48,6 +48,10 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         (
             "has in SVM's world switch what stock KVM has against leaks",
             switch_check::does_what_stock_does(layout, kernel),
+        ),
+        (
+            "has the IBPB behind exits that the kernel may choose",
+            switch_check::has_the_ibpb(layout, kernel),
         ),
     ];
     for (title, result) in checks {

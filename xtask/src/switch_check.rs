@@ -1,10 +1,10 @@
 //! Checks of SVM's world switch as it was built: behind VMRUN it runs with the guest's GS base until the loop loads the host's, and it
 //! is to do whatever stock KVM's does against leaks.
 
-use crate::alternatives;
+use crate::alternatives::{self, Jump};
 use crate::disassembly::{Image, Line};
 use gannet_lab::{Kernel, Layout};
-use iced_x86::{FlowControl, OpKind, Register};
+use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 use std::collections::BTreeSet;
 
 /// What it may call of the kernel's: neither uses per-CPU data. Not `entry_ibpb` and `write_ibpb`, which count calls by GS.
@@ -35,6 +35,10 @@ fn finding(line: &Line) -> Option<String> {
     if instruction.segment_prefix() == Register::GS
         || memory && instruction.memory_segment() == Register::GS
     {
+        return Some(instruction.to_string());
+    }
+    // Where it goes nobody here can tell: what the paravirt table names counts calls, too.
+    if line.is_indirect_branch() {
         return Some(instruction.to_string());
     }
     let leaves = matches!(
@@ -80,10 +84,84 @@ fn compare(stock: &[u16], own: &[u16]) -> Result<(), String> {
     if kept { Ok(()) } else { Err(format!("features {own:?}, stock KVM {wanted:?}")) }
 }
 
+/// IBPB_ON_VMEXIT and ENTRY_IBPB: the numbers are the same in all kernels.
+const IBPB: [u16; 2] = [11 * 32 + 26, 11 * 32 + 10];
+
+/// Where the kernel chose an IBPB behind exits, there is one: stock KVM's is a function of the kernel's, this one is written out.
+pub fn has_the_ibpb(layout: &Layout, kernel: Kernel) -> Result<(), String> {
+    let file = layout.module_build(kernel).join("svm_enter.o");
+    let jumps = alternatives::jumps(&file, "gnt_svm_vmrun", &IBPB);
+    let jumps = jumps.map_err(|error| format!("{error:#}"))?;
+    if jumps.is_empty() {
+        return Err("nothing waits for the kernel's choice".to_owned());
+    }
+    let lacks = |jump: &Jump| {
+        let lack = lacks_ibpb(&jump.code, jump.to, jump.back)?;
+        Some(format!("for feature {}: {lack}", jump.feature))
+    };
+    let findings: Vec<String> = jumps.iter().filter_map(lacks).collect();
+    if findings.is_empty() { Ok(()) } else { Err(findings.join("\n")) }
+}
+
+/// What the code at `to` lacks of an IBPB before it goes on at `back`. What it jumps over is what other alternatives put in.
+fn lacks_ibpb(code: &[u8], to: u64, back: u64) -> Option<String> {
+    /// More than it takes.
+    const LONGEST: usize = 16;
+    const REGISTERS: [Register; 3] = [Register::RCX, Register::RAX, Register::RDX];
+    let mut known = [None; 3];
+    let mut done = false;
+    let mut at = to;
+    for _ in 0..LONGEST {
+        if at == back {
+            return (!done).then(|| "no IBPB before the way back".to_owned());
+        }
+        let rest = usize::try_from(at).ok().and_then(|at| code.get(at..)).unwrap_or(&[]);
+        let instruction = Decoder::with_ip(64, rest, at, DecoderOptions::NONE).decode();
+        at = match instruction.flow_control() {
+            FlowControl::Next if instruction.mnemonic() == Mnemonic::Wrmsr => {
+                // PRED_CMD, with the stronger of its two commands and nothing besides.
+                done |= known == [Some(0x49), Some(1), Some(0)];
+                instruction.next_ip()
+            }
+            FlowControl::Next
+                if !matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Xor) =>
+            {
+                // It may write any register, named or not.
+                known = [None; 3];
+                instruction.next_ip()
+            }
+            FlowControl::Next => {
+                let to = instruction.op0_register().full_register();
+                let register = REGISTERS.iter().position(|r| *r == to);
+                if let Some(register) = register {
+                    known[register] = constant(&instruction);
+                }
+                instruction.next_ip()
+            }
+            FlowControl::UnconditionalBranch => instruction.near_branch_target(),
+            _ => return Some(format!("{instruction} before the way back")),
+        };
+    }
+    Some("no way back".to_owned())
+}
+
+/// What an instruction sets its register to, where that does not depend on anything.
+fn constant(i: &Instruction) -> Option<u64> {
+    let of_itself = i.op1_kind() == OpKind::Register && i.op0_register() == i.op1_register();
+    match i.mnemonic() {
+        // Of 32 bits or more: a shorter one leaves the rest of the register.
+        _ if i.op0_register().size() < 4 => None,
+        Mnemonic::Mov if i.op1_kind() != OpKind::Register && i.op1_kind() != OpKind::Memory => {
+            Some(i.immediate(1))
+        }
+        Mnemonic::Xor if of_itself => Some(0),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use iced_x86::{Decoder, DecoderOptions};
 
     fn line(code: &[u8], symbol: Option<&str>) -> Line {
         let instruction = Decoder::with_ip(64, code, 0, DecoderOptions::NONE).decode();
@@ -100,6 +178,11 @@ mod tests {
         assert!(finding(&line(&call, Some("entry_untrain_ret"))).is_none());
         assert!(finding(&line(&call, None)).is_none(), "within the file");
         assert!(finding(&line(&[0x06], None)).is_some(), "PUSH ES is none in 64-bit mode");
+        // By a table, as paravirt calls are, or by a register; and what may be called is called by its name.
+        assert!(finding(&line(&[0xff, 0x15, 0, 0, 0, 0], Some("pv_ops"))).is_some());
+        assert!(finding(&line(&[0xff, 0x15, 0, 0, 0, 0], None)).is_some());
+        assert!(finding(&line(&[0xff, 0xe0], None)).is_some());
+        assert!(finding(&line(&[0xe9, 0, 0, 0, 0], Some("__x86_return_thunk"))).is_none());
     }
 
     #[test]
@@ -109,5 +192,32 @@ mod tests {
         assert!(compare(&stock, &[100, 300]).is_err());
         assert!(compare(&stock, &[200, 100, 300]).is_err());
         assert!(compare(&[7 * 32 + 16], &[100]).is_err(), "nothing was found");
+    }
+
+    #[test]
+    fn an_ibpb_is_whole_and_before_the_way_back() {
+        const MSR: &[u8] = &[0xb9, 0x49, 0, 0, 0];
+        const COMMAND: &[u8] = &[0xb8, 1, 0, 0, 0];
+        const UPPER: &[u8] = &[0x31, 0xd2];
+        const WRMSR: &[u8] = &[0x0f, 0x30];
+        // Over two bytes, and to the beginning.
+        const OVER: &[u8] = &[0xeb, 2, 0xcc, 0xcc];
+        let lacks = |parts: &[&[u8]]| {
+            let mut code = vec![0x90];
+            code.extend(parts.iter().flat_map(|part| part.iter()));
+            code.extend([0xeb, 0u8.wrapping_sub(code.len() as u8 + 2)]);
+            lacks_ibpb(&code, 1, 0).is_some()
+        };
+        assert!(!lacks(&[MSR, COMMAND, UPPER, WRMSR]));
+        assert!(!lacks(&[UPPER, COMMAND, MSR, WRMSR, OVER]));
+        assert!(lacks(&[]) && lacks(&[OVER]));
+        assert!(lacks(&[MSR, COMMAND, UPPER]) && lacks(&[COMMAND, UPPER, WRMSR]));
+        assert!(lacks(&[MSR, UPPER, WRMSR]) && lacks(&[MSR, COMMAND, WRMSR]));
+        assert!(lacks(&[MSR, COMMAND, UPPER, &[0x88, 0xc8], WRMSR]), "MOV AL, CL");
+        assert!(lacks(&[MSR, COMMAND, &[0x89, 0xca], WRMSR]), "MOV EDX, ECX");
+        assert!(lacks(&[MSR, COMMAND, UPPER, &[0x74, 2], WRMSR]), "or not");
+        let sbpb = [0xb8, 0x80, 0, 0, 0];
+        assert!(lacks(&[MSR, &sbpb, UPPER, WRMSR]));
+        assert!(lacks_ibpb(&[0xeb, 0xfe], 0, 9).is_some(), "for ever");
     }
 }
