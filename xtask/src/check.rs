@@ -20,7 +20,7 @@ const RELOCATIONS: [u32; 7] = [
     elf::R_X86_64_PLT32,
     elf::R_X86_64_PC64,
 ];
-const TEXT_LIMIT: u64 = 3 << 19; // 1.5 MiB
+const TEXT_LIMIT: u64 = 13 << 17; // 1.625 MiB
 const FRAME_LIMIT: u64 = 1024;
 
 /// Runs every check over the built modules of one kernel.
@@ -39,7 +39,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         ("leaves every return to the kernel's thunk", returns(&image)),
         ("leaves every indirect branch to a thunk", indirect_branches(&image)),
         ("keeps stack frames under 1 KiB", frames(&image)),
-        ("keeps its text under 1.5 MiB", text_size(&image)),
+        ("keeps its text under 1.625 MiB", text_size(&image)),
         ("documents every parameter", parameters(&image)),
         ("keeps its Rust code where no probe can be", probes(&image)),
         ("empties buffers at the kernel's word, as stock KVM does", buffers(layout, kernel)),

@@ -20,6 +20,11 @@ use crate::{EntryFailure, Vmcs12};
 pub trait Exit {
     /// The field's value.
     fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value;
+
+    /// As [`get`](Self::get), where many fields are copied and not often.
+    fn get_rarely<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        self.get(field)
+    }
 }
 
 /// Groups of L2's state that stay in vmcs02 after an exit until L1 asks for them.
@@ -337,7 +342,7 @@ fn tell(v: &mut Vmcs12, report: &Report) {
 
 macro_rules! copy {
     ($v:expr, $exit:expr, $($name:ident),* $(,)?) => {
-        $($v.set(field::$name, $exit.get(field::$name));)*
+        $($v.set(field::$name, $exit.get_rarely(field::$name));)*
     };
 }
 
@@ -385,9 +390,9 @@ fn register(
     let mut value = v.get(register) & of_l1;
     // A VMREAD that is spared where L2 owns nothing.
     if of_l2 != 0 {
-        value |= exit.get(register) & of_l2;
+        value |= exit.get_rarely(register) & of_l2;
     }
-    value | exit.get(shadow) & of_l0
+    value | exit.get_rarely(shadow) & of_l0
 }
 
 fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
@@ -397,7 +402,7 @@ fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
         register(v, exit, known.cr4_mask, field::GUEST_CR4, field::CR4_MASK, field::CR4_SHADOW);
     v.set(field::GUEST_CR0, cr0);
     v.set(field::GUEST_CR4, cr4);
-    v.set(field::GUEST_CR3, exit.get(field::GUEST_CR3));
+    v.set(field::GUEST_CR3, exit.get_rarely(field::GUEST_CR3));
     // By what was just saved: L2 may have changed its paging without an exit that L1 sees. And not by whether L1 has EPT, without
     // which the fields are undefined after an exit (SDM vol. 3C §28.3.4): L1 may have switched it off since, and reads them now.
     let paging = cr0 & Cr0::PG.bits() != 0 && cr4 & x86::Cr4::PAE.bits() != 0;

@@ -67,7 +67,7 @@ impl Time {
 /// The host's TSC as a vCPU sees it, scaled to its frequency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScaledTsc {
-    /// Its value.
+    /// The TSC's value, at the vCPU's frequency.
     pub now: u64,
     /// By how much all sleeps of the host have put it back, which the offsets of vCPUs make up for.
     pub lost: u64,

@@ -110,8 +110,10 @@ pub(crate) struct Cold {
     pub(crate) listed_denied: [Directions; LISTED.len()],
     /// L1's table registers between two exits of L2.
     pub(crate) tables: TableWatch,
-    /// PAT and DEBUGCTL of an L2 that system-management mode has put aside.
+    /// PAT, DEBUGCTL and EFER of an L2 that system-management mode has put aside.
     pub(crate) aside: Option<OtherMsrs>,
+    /// The vCPU's words of L1 while L2 runs: vmcs01, which lies beside, is entered with what follows from them.
+    pub(crate) words_of_l1: (Cr0, Cr4, Efer),
     /// What was pending of a debug exception at an SMI, and is again behind RSM.
     pub(crate) debug_aside: u64,
 }
@@ -143,6 +145,7 @@ impl Cold {
             listed_denied: [Directions::empty(); LISTED.len()],
             tables: TableWatch::default(),
             aside: None,
+            words_of_l1: (Cr0::empty(), Cr4::empty(), Efer::empty()),
             debug_aside: 0,
         })
     }

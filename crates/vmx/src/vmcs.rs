@@ -143,6 +143,13 @@ impl Vmcs {
         }
     }
 
+    /// As [`get`](Self::get), by a call.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn get_rarely<C: Cpu, W: Width, A>(&self, cpu: &C, slot: Slot<W, A>) -> W::Value {
+        self.get(cpu, slot)
+    }
+
     /// As [`set`](Self::set), by a call: for what is done seldom the copies of its code are too many.
     #[cold]
     #[inline(never)]

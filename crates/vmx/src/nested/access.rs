@@ -51,6 +51,14 @@ impl<C: Cpu> leave::Exit for Block<'_, C> {
             None => W::from_raw(self.read(field.encoding())),
         }
     }
+
+    #[inline(always)]
+    fn get_rarely<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        match fields::slot(field) {
+            Some(slot) => self.vmcs.get_rarely(self.cpu, slot),
+            None => self.get(field),
+        }
+    }
 }
 
 impl<C: Cpu> Block<'_, C> {

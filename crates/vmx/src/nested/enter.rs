@@ -378,7 +378,7 @@ impl<C: Cpu> Vmx<C> {
     fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         // At each entry: L1 changes it without VMWRITE, and L2's follows from it.
         n.l0.efer = self.efer.bits();
-        n.words_of_l1 = (self.cr0, self.cr4, self.efer);
+        self.cold.words_of_l1 = (self.cr0, self.cr4, self.efer);
         n.exit_tsc.begin();
         if dirty.has(Group::Msrs) {
             // Without that control L2 begins with L1's DR7, which vmcs02 does not have.

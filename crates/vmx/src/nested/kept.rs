@@ -93,8 +93,6 @@ pub(crate) struct Nested {
     pub(crate) sources: Cell<Option<Sources>>,
     /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
-    /// The vCPU's words of L1 while L2 runs: vmcs01, which lies beside, is entered with what follows from them.
-    pub(crate) words_of_l1: (Cr0, Cr4, Efer),
     /// The VPID of L1's that vmcs02's own stood for last.
     pub(crate) last_vpid: u16,
     /// What vmcs02's map of MSRs gives L2.
@@ -157,7 +155,6 @@ impl Nested {
             l0: merge::L0::NONE,
             sources: Cell::new(None),
             kept_by_l0: None,
-            words_of_l1: (Cr0::empty(), Cr4::empty(), Efer::empty()),
             last_vpid: 0,
             map: Map::Unknown,
             msrs_kept: None,

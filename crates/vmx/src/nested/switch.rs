@@ -198,7 +198,7 @@ impl<C: Cpu> Vmx<C> {
             let _ = self.get(fields::GUEST_RSP);
             // Or nobody does: vmcs01 is entered as it is, and what the CPU holds of the host's follows from these words.
             let (cr4, efer) = (self.cr4, self.efer);
-            (self.cr0, self.cr4, self.efer) = n.words_of_l1;
+            (self.cr0, self.cr4, self.efer) = self.cold.words_of_l1;
             self.after_level_change(cr4, efer);
         }
     }
