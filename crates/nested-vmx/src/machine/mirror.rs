@@ -147,6 +147,12 @@ const fn line(at: usize) -> Served {
     SHADOWED[if at < SERVED { at } else { SERVED - 1 }]
 }
 
+/// What is taken over: the lines that L1 may have written, and VMREAD of the shadow VMCS.
+struct Taking<'a, R> {
+    ahead: u32,
+    read: &'a mut R,
+}
+
 /// Does something with each line, out of straight code.
 macro_rules! each_line {
     ($this:ident, $each:ident, $with:expr) => {{
@@ -257,14 +263,17 @@ impl Machine {
     pub fn take_mirror_for_entry(&mut self, mut read: impl FnMut(u32) -> u64) {
         // What is taken is L1's no more: it is given again before L1 runs, or its later writes would be lost.
         self.mirror.due = true;
-        // What is closed is not ahead. The seldom ones are not taken, and stay so.
-        if self.mirror.ahead & !SELDOM == 1 << RIP {
-            // As nearly always: past the instruction that has exited.
-            self.mirror.ahead &= SELDOM;
-            self.take_line::<RIP>(&mut read);
+        // Each line with its places as constants. What is closed is not ahead.
+        let ahead = self.mirror.ahead;
+        let taking = &mut Taking { ahead, read: &mut read };
+        if ahead & !SELDOM == 1 << RIP {
+            // As most often: past the instruction that has exited.
+            self.take_line::<RIP>(taking);
         } else {
-            self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
+            each_line!(self, take_line, taking);
         }
+        // The others were not taken, and stay ahead.
+        self.mirror.ahead = ahead & SELDOM;
         // Behind the lines above: L1 may have switched on by one of them what others are for.
         let more = self.looked_at();
         // A field that no control makes an entry look at stays where L1 wrote it. That is a VMREAD spared for each.
@@ -310,10 +319,16 @@ impl Machine {
     }
 
     #[inline(always)]
-    fn take_line<const AT: usize>(&mut self, read: &mut impl FnMut(u32) -> u64) {
-        // The line's places are constants.
+    fn take_line<const AT: usize>(&mut self, taking: &mut Taking<impl FnMut(u32) -> u64>) {
+        // Constants: the branch is gone in the code that is made.
+        if AT >= WRITTEN || SELDOM & 1 << AT != 0 {
+            return;
+        }
+        if taking.ahead & 1 << AT == 0 {
+            return;
+        }
         let served = const { &line(AT) };
-        let value = read(served.encoding.into());
+        let value = (taking.read)(served.encoding.into());
         if let Some(held) = self.mirror.values.get_mut(AT) {
             *held = value;
         }
@@ -368,7 +383,6 @@ impl Machine {
             let value = read(served.encoding.into());
             *held = value;
             if self.vmcs12.take_served(served, value) {
-                self.mirror.use_of.written |= 1 << at;
                 self.dirty.add(served.place.group);
                 self.dirty = self.dirty.union(follows(served.encoding.into()));
                 self.unchecked.add(served.place.group);
