@@ -118,6 +118,14 @@ impl<M: Machine> Run<'_, M> {
         let step = u64::from(size);
         let frame = RegRef { index: RBP as u8, size, high8: false };
         let mut top = self.m.gpr(RSP).wrapping_sub(step) & mask;
+        let last = top.wrapping_sub(u64::from(level).wrapping_mul(step)) & mask;
+        let end = last.wrapping_sub(allocated.into()) & mask;
+        // The program could not write below the new stack pointer: known now, not at the next push, and before a device has
+        // a store. From above, as the stores are: a stack that grows by its guard page does so page by page.
+        for offset in [top, last, end] {
+            let at = self.linear(SegReg::Ss, offset, size, Access::Store)?;
+            self.probe(at, size.into())?;
+        }
         let value = self.reg(frame);
         self.store_on_stack(top, value, size)?;
         let new_frame = top;
@@ -133,13 +141,9 @@ impl<M: Machine> Run<'_, M> {
             top = top.wrapping_sub(step) & mask;
             self.store_on_stack(top, value, size)?;
         }
-        let top = top.wrapping_sub(allocated.into()) & mask;
-        // The program could not write below the new stack pointer: known now, not at the next push.
-        let at = self.linear(SegReg::Ss, top, size, Access::Store)?;
-        self.probe(at, size.into())?;
         // All stores are made: a replay after user space's answer finds the registers as they were.
         self.set_reg(frame, new_frame);
-        self.set_stack_pointer(top);
+        self.set_stack_pointer(end);
         Ok(())
     }
 

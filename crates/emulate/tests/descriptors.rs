@@ -240,6 +240,24 @@ fn frames_are_made_and_left() {
     assert_eq!(m.events.last(), Some(&Event::MmioWrite(DEVICE, 0x1111u64.to_le_bytes().to_vec())));
 }
 
+/// What is below the new stack pointer cannot be written: known before the stores, of which a device would have the first.
+#[test]
+fn a_frame_without_room_stores_nothing() {
+    let mut m = TestMachine::long();
+    m.gpr[RSP] = DEVICE + 0x800;
+    m.gpr[RBP] = RAM + 0x900;
+    let end = DEVICE + 0x800 - 8 * 3 - 32;
+    // The stores come first, and are made from above.
+    for (absent, first) in [(end..end + 1, end), (end..DEVICE + 0x800, DEVICE + 0x7f8)] {
+        m.absent = absent;
+        let stopped = m.run(&[0xc8, 0x20, 0, 2]); // enter 32, 2
+        let Err(Stop::Fault(e)) = stopped else { panic!("{stopped:?}") };
+        assert_eq!((e.vector.0, e.payload), (14, Some(first)));
+        assert!(m.events.is_empty());
+        assert_eq!((m.gpr[RSP], m.gpr[RBP]), (DEVICE + 0x800, RAM + 0x900));
+    }
+}
+
 #[test]
 fn the_tables_go_to_and_from_memory() {
     let mut m = TestMachine::long();
