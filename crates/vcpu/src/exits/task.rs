@@ -49,6 +49,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_rflags(self.rare.debug.rflags(&self.b));
         }
         let switched = emulate::switch_task(self, &switch);
+        // What it has accessed is of no instruction.
+        self.device.user_io.log.forget();
         if self.rare.debug.single_step && switched.is_err() {
             self.b.set_rflags(stepping);
         }
