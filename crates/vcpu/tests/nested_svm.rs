@@ -375,6 +375,64 @@ fn code_at_the_end_of_a_page_is_not_fetched_beyond() {
     }
 }
 
+/// A second page that L1's tables do not map.
+const MISSING: u64 = 0x2_2000;
+const RBP: usize = 5;
+
+/// L2 has `code` at its beginning, and L1 has given it a device at [`ABSENT`].
+fn with_device(code: u64) -> Hypervisor {
+    let mut machine = with_tables(false);
+    // L2's own tables: 2 MiB at their own addresses.
+    for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+        machine.put(at, entry);
+    }
+    machine.put(LEAVES + (ABSENT >> 12) * 8, 0xd000_0000 | 7);
+    machine.put(LEAVES + (MISSING >> 12) * 8, 0);
+    machine.put(L2_RIP, code);
+    machine.vmrun();
+    machine
+}
+
+/// ENTER has stored to a device, and L1's tables refuse the old frame: L1 hears of it, and no KVM_RUN ends for it again and
+/// again.
+#[test]
+fn a_refusal_behind_a_store_to_a_device_ends_the_instruction() {
+    let mut machine = with_device(0x0200_00c8); // enter 0, 2
+    machine.then(|vmcb, gprs| {
+        npf(ABSENT + 0x7f8, 2)(vmcb, gprs);
+        (vmcb.save.rsp, gprs.0[RBP]) = (ABSENT + 0x800, MISSING + 0x100);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, rig::nested::L1_RIP + 3);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    let asked = machine.run();
+    assert!(matches!(asked, UserExit::Mmio { gpa: 0xd000_07f8, write: true, .. }), "{asked:?}");
+    assert_eq!(machine.run(), UserExit::Hlt);
+    let told = |at| machine.get(rig::nested::BLOCK + at);
+    assert_eq!((told(0x70), told(0x78), told(0x80)), (0x400, NPF_FINAL | 4, MISSING + 0xf8));
+    assert_eq!(told(0x578), L2_RIP);
+}
+
+/// The half of a store that a device has is done: that L1's tables lead nowhere by then is nothing to tell L1 of.
+#[test]
+fn a_refusal_of_what_is_stored_already_is_forgotten() {
+    let mut machine = with_device(0x50); // push rax
+    machine.then(|vmcb, gprs| {
+        npf(ABSENT + 0xffc, 2)(vmcb, gprs);
+        (vmcb.save.rsp, vmcb.save.rax) = (ABSENT + 0x1004, 0x1234_5678_9abc_def0);
+    });
+    let asked = machine.run();
+    assert!(matches!(asked, UserExit::Mmio { gpa: 0xd000_0ffc, len: 4, .. }), "{asked:?}");
+    machine.put(LEAVES + (ABSENT >> 12) * 8, 0);
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.save.rsp), (L2_RIP + 1, ABSENT + 0xffc));
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(0x3_0000), 0x1234_5678);
+}
+
 #[test]
 fn an_exception_that_l1_asked_for_comes_to_it_without_a_word_of_the_kernels() {
     let mut machine = Hypervisor::new(false);

@@ -479,6 +479,62 @@ fn an_interrupt_that_l1_was_offered_is_not_injected_into_l2() {
     assert_eq!(machine.run(), UserExit::Shutdown);
 }
 
+/// The half of a store that a device has is done, and what is left makes a page dirty that L1 has noted first. KVM_RUN ends
+/// for none of it: it is noted and stored, or L1 hears that its log is full.
+#[test]
+fn a_page_that_l1_has_noted_holds_no_answered_store_up() {
+    const TABLES: u64 = 0x1_0000;
+    const LEAVES: u64 = TABLES + 0x3000;
+    const AT: u64 = 0x2_0ffc;
+    const LOG: u64 = 0x3_0000;
+    const ALL: u64 = 0x337;
+    for (index, noted) in [(511, true), (0xffff, false)] {
+        let mut v = vmcs12();
+        v.set(field::PROC_CONTROLS2, 1 << 5 | 1 << 1 | 1 << 17);
+        v.set(field::EPT_POINTER, TABLES | 0x5e);
+        v.set(field::PML_ADDRESS, LOG);
+        v.set(field::PML_INDEX, index);
+        let mut machine = Hypervisor::on(features(), &v);
+        for level in 0..3 {
+            machine.put(TABLES + level * 0x1000, (TABLES + (level + 1) * 0x1000) | 0x107);
+        }
+        for page in 0..64 {
+            machine.put(LEAVES + page * 8, page << 12 | ALL);
+        }
+        machine.put(LEAVES + (AT >> 12) * 8, 0xd000_0000 | ALL);
+        // L2's own: 2 MiB at their own addresses.
+        for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+            machine.put(at, entry);
+        }
+        machine.put(L2_RIP, 0x50); // push rax
+        machine.vmlaunch();
+        machine.then(|vmcs, gprs| {
+            exit(ExitReason::EptViolation)(vmcs, gprs);
+            vmcs.set(field::EXIT_QUALIFICATION, 0x182);
+            vmcs.set(field::GUEST_LINEAR_ADDRESS, AT);
+            vmcs.set(field::GUEST_PHYSICAL_ADDRESS, AT);
+            vmcs.set(field::GUEST_RSP, AT + 8);
+            gprs.0[RAX] = 0x1234_5678_9abc_def0;
+        });
+        let asked = machine.run();
+        assert!(matches!(asked, UserExit::Mmio { gpa: 0xd000_0ffc, len: 4, .. }), "{asked:?}");
+        let behind = (AT >> 12) + 1;
+        machine.put(LEAVES + behind * 8, behind << 12 | ALL & !0x200);
+        machine.then(move |vmcs, gprs| {
+            let rip = vmcs.get(field::GUEST_RIP);
+            assert_eq!(rip, if noted { L2_RIP + 1 } else { L1_RIP });
+            shutdown(vmcs, gprs);
+        });
+        if noted {
+            machine.then(shutdown);
+        }
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        let (stored, logged) = (machine.get(behind << 12), machine.get(LOG + 511 * 8));
+        let wanted = if noted { (0x1234_5678, behind << 12) } else { (0, 0) };
+        assert_eq!((stored, logged), wanted);
+    }
+}
+
 /// An SMI comes while L2 is in its NMI handler, and L1 in none, or the other way round: it is L1's blocking that the mode keeps.
 #[test]
 fn an_smi_keeps_the_blocking_of_l1() {

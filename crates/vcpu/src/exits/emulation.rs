@@ -24,6 +24,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Backend, Nested, RDX, ShadowBy};
 use emulate::{Cause, Decoded, Fetched, Stop};
+use host::task;
 use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
 
@@ -35,6 +36,9 @@ use crate::{
     run::outcome::{Break, Outcome},
     run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
 };
+
+/// How often an instruction that has written is emulated before the guest makes all of it again.
+const SETTLED_TRIES: u32 = 8;
 
 /// Whether an instruction may be emulated for L2. L1 was asked about the exit, and not about the instruction: where
 /// the exit tells no more than that memory was accessed, an instruction that L1 may intercept would get past it.
@@ -123,10 +127,30 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn execute(&mut self, decoded: &Decoded) -> Outcome {
-        self.device.user_io.log.rewind();
         self.stats.count(VcpuCount::InsnEmulation);
-        let result = emulate::emulate(self, decoded);
+        let result = self.attempt(decoded);
         self.complete_emulation(result, decoded)
+    }
+
+    /// Emulates an instruction from its beginning. One that has written is tried again here: most reasons pass by that, and
+    /// a VMM that set `immediate_exit` may save the state next, with a part of the instruction.
+    fn attempt(&mut self, decoded: &Decoded) -> Result<emulate::Completion, Stop> {
+        let mut tries = SETTLED_TRIES;
+        loop {
+            self.device.user_io.log.rewind();
+            let result = match self.device.user_io.log.is_interpreted() {
+                true => emulate::interpret(self, decoded),
+                false => emulate::emulate(self, decoded),
+            };
+            tries = tries.wrapping_sub(1);
+            let again = matches!(result, Err(Stop::Retry))
+                && self.device.user_io.log.is_settled()
+                && !self.mmu.has_refused()
+                && !task::signal_pending();
+            if !again || tries == 0 {
+                return result;
+            }
+        }
     }
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
@@ -137,8 +161,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn interpret_again(&mut self, decoded: &Decoded) -> Outcome {
-        self.device.user_io.log.rewind();
-        let result = emulate::interpret(self, decoded);
+        let result = self.attempt(decoded);
         let done = matches!(&result, Ok(done) if done.outcome == emulate::Outcome::Done);
         self.complete_emulation(result, decoded)?;
         // No exit tells of an IRET that is executed here.
@@ -193,12 +216,22 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(exception);
                 Ok(())
             }
+            // L1's tables have refused. L1 hears of it before the next entry: the end of it, as a fault.
+            Err(Stop::Retry) if self.mmu.has_refused() => {
+                self.device.user_io.log.forget();
+                Ok(())
+            }
             // What devices have answered stays: the same instruction asks for it again.
             Err(Stop::Retry) if self.device.user_io.log.retry() => Ok(()),
-            // A part is written. It is begun again as after an answer.
-            Err(Stop::Retry) => {
+            // A part is written, and a signal waits. It is begun again as after an answer.
+            Err(Stop::Retry) if task::signal_pending() => {
                 self.device.user_io.completion = Completion::Emulation;
                 Err(UserExit::Intr.into())
+            }
+            // Nothing of ours makes it pass: the vCPU would be told of no event, and of no end of its VM, for ever.
+            Err(Stop::Retry) => {
+                self.device.user_io.log.forget();
+                Ok(())
             }
             Err(Stop::NeedUser) => match self.device.user_io.log.asked() {
                 Some((access, 1)) => Err(self.device.ask(&access, Completion::Emulation)),

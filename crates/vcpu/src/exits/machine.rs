@@ -197,7 +197,11 @@ impl<B: Backend> Machine for Vcpu<B> {
         match self.translate(at, walk::Access::WRITE) {
             Ok(gpa) => Ok(self.mmu.is_memory(gpa, Direction::Write)),
             // Another vCPU has taken the page away, from what may be written already.
-            Err(_) if self.device.user_io.log.is_settled() => Ok(false),
+            Err(_) if self.device.user_io.log.is_settled() => {
+                // If it was L1's tables, nobody accesses it there: the store is done.
+                self.mmu.forget_refusal();
+                Ok(false)
+            }
             Err(stop) => Err(stop),
         }
     }

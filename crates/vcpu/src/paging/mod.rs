@@ -50,6 +50,12 @@ impl Mmu {
         self.stage.as_ref().and_then(|stage| stage.tables)
     }
 
+    /// Whether L1's tables have refused something that L1 has not heard of.
+    #[cold]
+    pub(crate) fn has_refused(&self) -> bool {
+        self.stage.as_ref().is_some_and(|stage| stage.refused.is_some())
+    }
+
     /// What L1's tables have refused last is not accessed after all.
     #[cold]
     pub(crate) fn forget_refusal(&mut self) {

@@ -11,8 +11,10 @@
 //! translated, so that no answered write is dropped or done again. A page that is replaced leaves the offset in it: by
 //! that a settled access is known. What the instruction read from plain memory is there for it too: noted as it is read,
 //! it goes if the instruction is tried again and nothing was written. A settled instruction that has to be tried again is
-//! begun by the next KVM_RUN and not by the guest, which would do all of it. One fault is left: if a store crosses into a
-//! page that another vCPU takes from the guest's tables between the two halves, the guest makes all of it again.
+//! begun again at once, a few times, or for a signal by the next KVM_RUN, and not by the guest, which would do all of it.
+//! What is left is a fault behind a write, of which the guest's handler comes back to all of the instruction: of a page that
+//! another vCPU takes from the guest's tables between the halves of a store, of what ENTER reads between its stores, and,
+//! of a guest's guest, of a page that its hypervisor's tables refuse by then. What does not pass by a few tries ends so, too.
 
 use backend::Backend;
 use emulate::{Fetched, STRING_RUN_BYTES, SimpleMmio, Stop};
