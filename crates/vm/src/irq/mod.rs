@@ -215,14 +215,20 @@ impl VmIrq {
             core::mem::swap(&mut state.routing, &mut routing);
             state.refresh_listeners();
         }
+        // What was sent here may go elsewhere from now on, and to another vector, however long the wait takes.
+        self.ask_to_follow_routes();
         // Behind this call no interrupt comes by the old routes.
         self.core.wait_for_senders();
-        // What was sent here may go elsewhere now, and to another vector.
+        // What came by them behind the first look is found by another: its end may be waited for by the new ones.
+        self.ask_to_follow_routes();
+        // The old table is freed here, without the lock.
+        Ok(())
+    }
+
+    fn ask_to_follow_routes(&self) {
         if self.kind() == Irqchip::Split {
             self.core.vcpus().request_all(Request::Routes);
         }
-        // The old table is freed here, without the lock.
-        Ok(())
     }
 
     /// KVM_IRQ_LINE: user space drives a GSI.

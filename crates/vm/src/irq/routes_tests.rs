@@ -62,3 +62,40 @@ fn what_is_sent_by_the_old_routes_has_been_sent_when_they_are_replaced() {
     test::eventfd_signal(fd, 1);
     assert_eq!(vcpu.lapic.highest_pending().map(|vector| vector.0), Some(0x99));
 }
+
+/// Interrupts come by the new routes while the call still waits for those of the old ones, and the VMM's I/O APIC is to
+/// hear of their ends; and an end may be waited for by the new routes of what came by the old ones last.
+#[test]
+fn vcpus_look_at_new_routes_before_the_old_ones_are_done_with_and_behind() {
+    let vcpus = Arc::new(VcpuTable::new().unwrap()).unwrap();
+    let vcpu = VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap();
+    let _ = vcpu.lapic.write(0xf0, 0x1ff);
+    vcpus.add(vcpu.clone()).unwrap();
+    let irq = VmIrq::new(vcpus).unwrap();
+    irq.create_split(24).unwrap();
+    irq.set_routes(&to(0x88)).unwrap();
+    let fd = eventfd();
+    irq.assign_irqfd(fd, 24, None).unwrap();
+    assert!(vcpu.take_request(Request::Routes));
+    let (found, is_found) = mpsc::channel();
+    let asked = StdArc::new(AtomicBool::new(false));
+    thread::scope(|s| {
+        let (was_asked, looks) = (asked.clone(), vcpu.clone());
+        s.spawn(move || {
+            BEFORE_AN_MSI.set(Some(Box::new(move || {
+                found.send(()).unwrap();
+                // The call waits for this one.
+                let is_asked = (0..500).any(|_| {
+                    thread::sleep(Duration::from_millis(2));
+                    looks.take_request(Request::Routes)
+                });
+                was_asked.store(is_asked, SeqCst);
+            })));
+            test::eventfd_signal(fd, 1);
+        });
+        is_found.recv().unwrap();
+        irq.set_routes(&to(0x99)).unwrap();
+        assert!(asked.load(SeqCst), "within the wait");
+        assert!(vcpu.take_request(Request::Routes), "behind it");
+    });
+}
