@@ -79,16 +79,8 @@ struct Write {
     value: u64,
     /// The host's TSC then, scaled.
     at: u64,
-    /// The vCPU's frequency, kHz.
-    khz: NonZeroU32,
-    /// By which of the host's clocks, and since which of its sleeps.
-    source: u32,
-}
-
-impl Write {
-    fn offset(&self) -> u64 {
-        self.value.wrapping_sub(self.at)
-    }
+    /// The offset that the vCPU got.
+    offset: Offset,
 }
 
 /// Of which round of settings, in which vCPUs are given one TSC, a vCPU's is.
@@ -98,9 +90,12 @@ pub struct Round(u64);
 /// Keeps the TSCs of a VM's vCPUs in step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TscMatch {
-    /// Which round it is, and how many vCPUs have its TSC.
+    /// Which round it is, how many vCPUs have its TSC, and the last number that a round has got.
     round: u64,
     members: u32,
+    rounds: u64,
+    /// Of the vCPU in the making: there is one at a time.
+    coming: Option<(Round, Offset)>,
     /// The last TSC write of a VMM.
     last_write: Option<Write>,
     /// Offset that new vCPUs of a frequency get: the first one's, or what a VMM has set since.
@@ -117,6 +112,13 @@ struct Offset {
     khz: NonZeroU32,
 }
 
+impl Offset {
+    /// What it is by now: it has followed the host's sleeps since it was made.
+    fn now(&self, host: ScaledTsc) -> u64 {
+        self.ticks.wrapping_add(host.lost.wrapping_sub(self.lost))
+    }
+}
+
 impl TscMatch {
     #[inline(never)]
     fn new() -> Self {
@@ -124,12 +126,29 @@ impl TscMatch {
     }
 
     /// The TSC offset of a new vCPU: zero guest TSC at the first one's making, and the same offset
-    /// for the others, so that they run in step.
+    /// for the others, so that they run in step. It has it from [`count_new_vcpu`](Self::count_new_vcpu) on:
+    /// until then its making may fail, and nobody else is to notice.
     pub fn new_vcpu_offset(&mut self, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
         let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
-        let offset = self.offset_now(host, khz).unwrap_or(host.now.wrapping_neg());
-        self.join(offset, host, khz, mine);
-        offset
+        let (round, ticks) = match self.offset_now(host, khz) {
+            Some(offset) => (self.round, offset),
+            None => (self.next_round(), host.now.wrapping_neg()),
+        };
+        *mine = Round(round);
+        self.coming = Some((*mine, Offset { ticks, lost: host.lost, khz }));
+        ticks
+    }
+
+    /// The vCPU that was given an offset last counts as one from now on.
+    pub fn count_new_vcpu(&mut self) {
+        let Some((Round(mine), offset)) = self.coming.take() else { return };
+        if mine > self.round {
+            self.begin(mine, offset);
+        }
+        // Not if a VMM's write has begun another one meanwhile.
+        if mine == self.round {
+            self.members = self.members.saturating_add(1);
+        }
     }
 
     /// The offset for a VMM's write of `value` at host TSC `host`. A write within a second
@@ -138,33 +157,36 @@ impl TscMatch {
     pub fn match_write(&mut self, value: u64, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
         // An offset is in ticks of the guest's: one that was made for another rate means nothing here.
         let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
-        // A write before the host slept is of another round, and so on stock KVM if its TSC began anew.
-        let source = clock::source_generation();
-        let is_comparable = |last: &Write| last.khz == khz && last.source == source;
-        if let Some(last) = self.last_write.filter(is_comparable) {
+        if let Some(last) = self.last_write.filter(|last| last.offset.khz == khz) {
             // Guest ticks since the last write: both times are scaled to the guest's rate.
             let expected = last.value.wrapping_add(host.now.wrapping_sub(last.at));
             let difference = value.wrapping_sub(expected) as i64;
             // A VMM restores its vCPUs within this time; two values further apart are meant to
             // differ.
             let second = i64::from(khz.get()).saturating_mul(1000);
+            // As on stock KVM what was written before the host's TSC began anew is not compared with. A sleep alone,
+            // or another clock of the host's, is nothing to the TSC.
+            let is_same = last.offset.lost == host.lost && difference.saturating_abs() < second;
             // A write of 0 is how VMMs reset TSCs, one vCPU after the other; stock KVM takes it for
-            // a wish to be in step, too.
-            if value == 0 || difference.saturating_abs() < second {
-                self.join(last.offset(), host, khz, mine);
-                return last.offset();
+            // a wish to be in step, too, however long ago the others were written.
+            if value == 0 || is_same {
+                let offset = last.offset.now(host);
+                // From each write on there is another second for the next.
+                self.note(value, offset, host, khz, mine);
+                return offset;
             }
         }
         let offset = value.wrapping_sub(host.now);
         // The first of a round.
-        self.note(offset, host, khz, mine);
+        self.note(value, offset, host, khz, mine);
         offset
     }
 
     /// The VMM has set a vCPU's TSC at host TSC `host`, by an offset of its choice: writes to other vCPUs are
     /// compared with it, and vCPUs to come follow it.
     pub fn note_offset(&mut self, offset: u64, host: ScaledTsc, khz: u32, mine: &mut Round) {
-        self.note(offset, host, NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN), mine);
+        let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
+        self.note(host.now.wrapping_add(offset), offset, host, khz, mine);
     }
 
     /// A vCPU's TSC runs at another rate from now on, or from another value.
@@ -175,29 +197,37 @@ impl TscMatch {
         *mine = Round::default();
     }
 
-    fn note(&mut self, offset: u64, host: ScaledTsc, khz: NonZeroU32, mine: &mut Round) {
-        let (value, source) = (host.now.wrapping_add(offset), clock::source_generation());
-        self.last_write = Some(Write { value, at: host.now, khz, source });
-        self.join(offset, host, khz, mine);
+    /// A VMM has written `value`, which has given a vCPU this offset.
+    fn note(&mut self, value: u64, ticks: u64, host: ScaledTsc, khz: NonZeroU32, mine: &mut Round) {
+        let offset = Offset { ticks, lost: host.lost, khz };
+        self.last_write = Some(Write { value, at: host.now, offset });
+        self.join(offset, host, mine);
     }
 
-    /// The offset of this round by now: it has followed the host's sleeps since it was made.
+    /// The offset of this round by now.
     fn offset_now(&self, host: ScaledTsc, khz: NonZeroU32) -> Option<u64> {
-        let first = self.first_offset.filter(|first| first.khz == khz)?;
-        Some(first.ticks.wrapping_add(host.lost.wrapping_sub(first.lost)))
+        Some(self.first_offset.filter(|first| first.khz == khz)?.now(host))
     }
 
     /// A vCPU has this offset from now on: that of the round, or the first of another one.
-    fn join(&mut self, offset: u64, host: ScaledTsc, khz: NonZeroU32, mine: &mut Round) {
-        if self.offset_now(host, khz) != Some(offset) {
-            self.first_offset = Some(Offset { ticks: offset, lost: host.lost, khz });
-            self.round += 1;
-            self.members = 0;
+    fn join(&mut self, offset: Offset, host: ScaledTsc, mine: &mut Round) {
+        if self.offset_now(host, offset.khz) != Some(offset.ticks) {
+            let round = self.next_round();
+            self.begin(round, offset);
         }
         if mine.0 != self.round {
             mine.0 = self.round;
             self.members = self.members.saturating_add(1);
         }
+    }
+
+    fn next_round(&mut self) -> u64 {
+        self.rounds += 1;
+        self.rounds
+    }
+
+    fn begin(&mut self, round: u64, offset: Offset) {
+        (self.round, self.members, self.first_offset) = (round, 0, Some(offset));
     }
 }
 
@@ -207,6 +237,23 @@ mod tests {
 
     fn at(now: u64) -> ScaledTsc {
         ScaledTsc { now, lost: 0 }
+    }
+
+    /// The offset of a vCPU whose making comes to an end.
+    fn made(t: &mut TscMatch, host: ScaledTsc, khz: u32) -> u64 {
+        let offset = t.new_vcpu_offset(host, khz, &mut Round::default());
+        t.count_new_vcpu();
+        offset
+    }
+
+    #[test]
+    fn each_write_of_a_value_leaves_another_second_for_the_next() {
+        let mut t = TscMatch::default();
+        let khz = 1_000_000;
+        let mut write = |now| t.match_write(5_000, at(now), khz, &mut Round::default());
+        let first = write(0);
+        assert_eq!([write(700_000_000), write(1_400_000_000)], [first; 2]);
+        assert_ne!(write(2_500_000_000), first, "more than a second");
     }
 
     #[test]
@@ -237,9 +284,9 @@ mod tests {
     #[test]
     fn an_offset_that_is_set_is_a_write_of_the_tsc() {
         let mut t = TscMatch::default();
-        t.new_vcpu_offset(at(100), 7, &mut Round::default());
+        made(&mut t, at(100), 7);
         t.note_offset(5_000, at(1_000), 7, &mut Round::default());
-        assert_eq!(t.new_vcpu_offset(at(9_000), 7, &mut Round::default()), 5_000);
+        assert_eq!(made(&mut t, at(9_000), 7), 5_000);
         assert_eq!(
             t.match_write(6_100, at(1_050), 7, &mut Round::default()),
             5_000,
@@ -256,11 +303,13 @@ mod tests {
     #[test]
     fn all_new_vcpus_have_the_first_ones_offset() {
         let mut t = TscMatch::default();
-        let first = t.new_vcpu_offset(at(100), 7, &mut Round::default());
+        // The first one's making comes to nothing.
+        t.new_vcpu_offset(at(50), 7, &mut Round::default());
+        let first = made(&mut t, at(100), 7);
         assert_eq!(first, 100u64.wrapping_neg());
-        assert_eq!(t.new_vcpu_offset(at(900), 7, &mut Round::default()), first);
+        assert_eq!(made(&mut t, at(900), 7), first);
         // The VMM has chosen another frequency since.
-        assert_eq!(t.new_vcpu_offset(at(900), 8, &mut Round::default()), 900u64.wrapping_neg());
+        assert_eq!(made(&mut t, at(900), 8), 900u64.wrapping_neg());
     }
 
     #[test]
@@ -270,13 +319,26 @@ mod tests {
         let first = t.match_write(5_000_000, at(900_000), khz, &mut Round::default());
         host::std_port::test::clock().sleep(1_000, 800_000);
         let awake = ScaledTsc { now: 100, lost: 800_000 };
-        assert_eq!(
-            t.new_vcpu_offset(awake, khz, &mut Round::default()),
-            first.wrapping_add(800_000)
-        );
+        assert_eq!(made(&mut t, awake, khz), first.wrapping_add(800_000));
+        // A vCPU that is plugged in is to be in step with the others.
+        let mut zero = t;
+        for _ in 0..2 {
+            let offset = zero.match_write(0, awake, khz, &mut Round::default());
+            assert_eq!(offset, first.wrapping_add(800_000));
+        }
+        assert_eq!(made(&mut zero, awake, khz), first.wrapping_add(800_000));
         // Within a second of what the write has become, were it not for the sleep.
         assert_eq!(t.match_write(5_000_000, awake, khz, &mut Round::default()), 4_999_900);
-        assert_eq!(t.new_vcpu_offset(awake, khz, &mut Round::default()), 4_999_900);
+        assert_eq!(made(&mut t, awake, khz), 4_999_900);
+    }
+
+    #[test]
+    fn a_sleep_that_the_tsc_survives_is_nothing_to_writes() {
+        let mut t = TscMatch::default();
+        let khz = 1_000_000;
+        let first = t.match_write(5_000_000, at(900_000), khz, &mut Round::default());
+        host::std_port::test::clock().sleep(1_000, 0);
+        assert_eq!(t.match_write(5_000_000, at(950_000), khz, &mut Round::default()), first);
     }
 
     #[test]
@@ -287,8 +349,10 @@ mod tests {
         let khz = 1_000_000;
         let [a, b] = &mut rounds;
         time.tsc().new_vcpu_offset(at(1), khz, a);
+        time.tsc().count_new_vcpu();
         assert!(!time.follow_tscs(1) && time.in_step());
         time.tsc().new_vcpu_offset(at(2), khz, b);
+        time.tsc().count_new_vcpu();
         assert!(!time.follow_tscs(2) && time.in_step());
         // A VMM sets one after the other.
         time.tsc().match_write(1 << 50, at(3), khz, a);
@@ -299,6 +363,29 @@ mod tests {
         assert!(!time.follow_tscs(2), "once more the same");
         time.tsc().note_offset(77, at(6), khz, b);
         assert!(time.follow_tscs(2) && !time.in_step());
+        time.tsc().note_offset(77, at(7), khz, a);
+        assert!(time.follow_tscs(2) && time.in_step());
+        // One in the making counts when it is one, which it may never be.
+        let mut c = Round::default();
+        time.tsc().note_offset(88, at(7), khz, b);
+        assert!(time.follow_tscs(2) && !time.in_step());
+        for _ in 0..2 {
+            assert_eq!(time.tsc().new_vcpu_offset(at(7), khz, &mut c), 88);
+            assert!(!time.follow_tscs(2) && !time.in_step());
+        }
+        time.tsc().new_vcpu_offset(at(7), 2 * khz, &mut Round::default());
+        time.tsc().note_offset(88, at(7), khz, a);
+        assert!(time.follow_tscs(2) && time.in_step(), "not for a rate that is nobody's");
+        time.tsc().new_vcpu_offset(at(7), khz, &mut c);
+        assert!(!time.follow_tscs(2) && time.in_step());
+        // It is found already.
+        assert!(time.follow_tscs(3) && !time.in_step());
+        time.tsc().count_new_vcpu();
+        assert!(time.follow_tscs(3) && time.in_step());
+        time.tsc().count_new_vcpu();
+        time.tsc().leave(&mut c);
+        assert!(time.follow_tscs(3) && !time.in_step(), "once");
+        time.tsc().note_offset(77, at(7), khz, b);
         time.tsc().note_offset(77, at(7), khz, a);
         assert!(time.follow_tscs(2) && time.in_step());
         // Another rate, and back.

@@ -178,8 +178,8 @@ impl Vm {
     /// Adds a vCPU. [`Vm::making`] is held.
     pub fn add_vcpu(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
         self.vcpus.add(vcpu)?;
-        // Its TSC was set before it counted as one.
-        self.set_tsc(|_| {});
+        // Only now: a member of the round that is no vCPU yet, or never is, would stand in for one that has left it.
+        self.set_tsc(TscMatch::count_new_vcpu);
         Ok(())
     }
 
@@ -283,9 +283,10 @@ impl Vm {
         result
     }
 
-    /// The TSC offset of a new vCPU of frequency `khz`.
+    /// The TSC offset of a new vCPU of frequency `khz`, which [`add_vcpu`](Self::add_vcpu) makes one of the others.
+    /// [`Vm::making`] is held from here to there.
     pub fn new_vcpu_tsc_offset(&self, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
-        self.set_tsc(|tsc| tsc.new_vcpu_offset(host, khz, mine))
+        self.time.lock().tsc().new_vcpu_offset(host, khz, mine)
     }
 
     /// The offset for a VMM's write of a vCPU's TSC.

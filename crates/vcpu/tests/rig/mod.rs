@@ -173,14 +173,15 @@ pub fn vm(machine: &Machine) -> VmRef {
 /// The vCPU `id` of it; the first is the one that boots.
 pub fn add_vcpu(machine: &Machine, vm: &VmRef, id: u32) -> TestVcpu {
     let shared = VcpuShared::new(id, id, CpuRole::bootstrap_if(id == 0), machine.irqchip).unwrap();
-    vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;
     model.tsc = machine.tsc;
     model.cpuid = Some(if machine.nested { nested::host_cpuid } else { host_cpuid });
     let offered = if machine.nested { nested::offered() } else { offered(machine.xstate_cache) };
     let b = Svm::new(Counting::new(model), machine.features).unwrap();
-    let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
+    let mut vcpu = Vcpu::new(b, shared.clone(), vm.clone(), offered).unwrap();
+    // In the order of KVM_CREATE_VCPU.
+    vm.add_vcpu(shared).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
     vcpu.set_cpuid(&entries).unwrap();
     vcpu

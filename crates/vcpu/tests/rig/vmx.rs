@@ -142,14 +142,15 @@ fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
 
 fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered, apic: bool) -> VmxVcpu {
     let shared = VcpuShared::new(0, 0, CpuRole::Bootstrap, apic).unwrap();
-    vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;
     model.cpuid = Some(host_cpuid);
     model.vmx.cr4.set(x86::Cr4::VMXE);
     model.vmx.on.set(Some(x86::Hpa(0)));
     let b = Vmx::new(Counting::new(model), features).unwrap();
-    let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
+    let mut vcpu = Vcpu::new(b, shared.clone(), vm.clone(), offered).unwrap();
+    // In the order of KVM_CREATE_VCPU.
+    vm.add_vcpu(shared).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
     vcpu.set_cpuid(&entries).unwrap();
     vcpu
