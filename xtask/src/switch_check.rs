@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn what_stock_does_is_to_be_done_in_its_order() {
-        let stock = [7 * 32 + 16, 100, 3 * 32 + 21 | 1 << 15, 200, 300];
+        let stock = [7 * 32 + 16, 100, (3 * 32 + 21) | (1 << 15), 200, 300];
         assert_eq!(compare(&stock, &[99, 100, 200, 250, 300]), Ok(()));
         assert!(compare(&stock, &[100, 300]).is_err());
         assert!(compare(&stock, &[200, 100, 300]).is_err());

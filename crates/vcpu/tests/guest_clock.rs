@@ -31,7 +31,7 @@ fn time(v: &mut TestVcpu, page: &Page) -> u64 {
     let ticks = v.read_msr(TSC, By::Vmm).unwrap().wrapping_sub(word(page, 8));
     let (mul, shift) = (word(page, 24) as u32, page.bytes()[28].load(Relaxed) as i8);
     let ticks = if shift < 0 { ticks >> -shift } else { ticks << shift };
-    word(page, 16).wrapping_add((u128::from(ticks) * u128::from(mul) >> 32) as u64)
+    word(page, 16).wrapping_add(((u128::from(ticks) * u128::from(mul)) >> 32) as u64)
 }
 
 /// A vCPU with TSC_ADJUST and a clock page.
