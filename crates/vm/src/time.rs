@@ -54,7 +54,8 @@ impl Time {
 
     /// After a change of one of `vcpus` TSCs: whether what the clock pages say of them has changed.
     pub fn follow_tscs(&mut self, vcpus: u32) -> bool {
-        let in_step = self.tsc.members >= vcpus;
+        // One alone is in step with itself, whatever its rate.
+        let in_step = vcpus <= 1 || self.tsc.members >= vcpus;
         core::mem::replace(&mut self.in_step, in_step) != in_step
     }
 
@@ -157,6 +158,14 @@ impl TscMatch {
     pub fn match_write(&mut self, value: u64, host: ScaledTsc, khz: u32, mine: &mut Round) -> u64 {
         // An offset is in ticks of the guest's: one that was made for another rate means nothing here.
         let khz = NonZeroU32::new(khz).unwrap_or(NonZeroU32::MIN);
+        // Before anybody has written, too: what the making of vCPUs has given them is one TSC.
+        if value == 0
+            && self.last_write.is_none()
+            && let Some(offset) = self.offset_now(host, khz)
+        {
+            self.note(0, offset, host, khz, mine);
+            return offset;
+        }
         if let Some(last) = self.last_write.filter(|last| last.offset.khz == khz) {
             // Guest ticks since the last write: both times are scaled to the guest's rate.
             let expected = last.value.wrapping_add(host.now.wrapping_sub(last.at));
@@ -394,5 +403,29 @@ mod tests {
         assert!(time.follow_tscs(2) && !time.in_step());
         time.tsc().note_offset(77, at(8), khz, a);
         assert!(time.follow_tscs(2) && time.in_step());
+    }
+
+    #[test]
+    fn the_first_write_of_0_is_one_of_a_vcpu_in_step() {
+        let mut t = TscMatch::default();
+        let (mut a, mut b) = (Round::default(), Round::default());
+        let first = t.new_vcpu_offset(at(1000), 1_000_000, &mut a);
+        t.count_new_vcpu();
+        t.new_vcpu_offset(at(2000), 1_000_000, &mut b);
+        t.count_new_vcpu();
+        assert_eq!(t.match_write(0, at(60_000_000_000), 1_000_000, &mut b), first);
+        assert_eq!(t.members, 2);
+    }
+
+    #[test]
+    fn a_vcpu_alone_is_in_step() {
+        let mut time = Time::new().unwrap();
+        let mut a = Round::default();
+        time.tsc().new_vcpu_offset(at(1000), 1_000_000, &mut a);
+        time.tsc().count_new_vcpu();
+        assert!(!time.follow_tscs(1) && time.in_step());
+        // KVM_SET_TSC_KHZ.
+        time.tsc().leave(&mut a);
+        assert!(!time.follow_tscs(1) && time.in_step());
     }
 }
