@@ -138,7 +138,7 @@ impl PerCpu {
         self.is_on_by(c.cr4_now())
     }
 
-    /// The same, where CR4 was read with interrupts off as they are.
+    /// Whether the instructions of VMX can be executed here, by a CR4 that was read with interrupts off, as they still are.
     #[inline]
     pub fn is_on_by(&self, cr4: Cr4) -> bool {
         // CR4.VMXE alone says too little: it is set before VMXON, and cleared behind VMXOFF, and an instruction in between is #UD
