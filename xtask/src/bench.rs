@@ -1,6 +1,7 @@
 //! Measures what each kind of VM exit costs: runs exitbench on stock KVM and on Gannet, in two machines that differ in nothing else,
 //! side by side on this machine's CPUs. Both count instructions, so neither disturbs the other's figures.
 
+use crate::boot;
 use crate::module;
 use crate::options::Options;
 use crate::progress::Step;
@@ -157,6 +158,60 @@ pub fn one_side(
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<(String, Side)> {
+    let (boots, others): (Vec<&str>, Vec<&str>) =
+        options.only.split(',').partition(|name| *name == LINUX_BOOT);
+    let mut options = options.clone();
+    options.only = others.join(",");
+    let (mut unit, mut side) = ("instructions".to_owned(), Side::default());
+    if !others.is_empty() {
+        (unit, side) = exitbench(layout, &options, tools, module, on_event)?;
+    }
+    if !boots.is_empty() {
+        linux_boot(layout, options, tools, module, on_event, &mut side)?;
+    }
+    Ok((unit, side))
+}
+
+/// A Linux guest of the module's own, in a machine of its own as the hypervisor is in one.
+fn linux_boot(
+    layout: &Layout,
+    mut options: Options,
+    tools: &Tools,
+    module: Module,
+    on_event: &mut dyn FnMut(Event<'_>),
+    side: &mut Side,
+) -> Result<()> {
+    if module == Module::Stock {
+        options.parameters.clone_from(&options.stock_parameters);
+    }
+    let kind = boot::Kind::AS_NESTED;
+    let (report, faults) = boot::measure_kind(layout, &options, tools, module, kind, on_event)?;
+    let ticks = report.ticks_to_marker.context("the guest's user space did not answer")?;
+    side.workloads.push((LINUX_BOOT.to_owned(), Ok(Figures::of(ticks))));
+    side.faults.extend(faults);
+    if let Some(added) = added_by_nesting(&side.workloads) {
+        side.workloads.push((ADDED_BY_NESTING.to_owned(), Ok(Figures::of(added))));
+    }
+    Ok(())
+}
+
+/// What a boot takes more as a guest's guest, if both were measured.
+fn added_by_nesting(workloads: &[(String, Result<Figures, String>)]) -> Option<u64> {
+    let of = |wanted: &str| {
+        let found = workloads.iter().find(|(name, _)| name == wanted);
+        Some(found?.1.as_ref().ok()?.median)
+    };
+    of(NESTED_LINUX_BOOT)?.checked_sub(of(LINUX_BOOT)?)
+}
+
+/// The workloads that exitbench has, or a Linux guest's exitbench.
+fn exitbench(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    module: Module,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Result<(String, Side)> {
     let (nested, plain): (Vec<&str>, Vec<&str>) =
         options.only.split(',').partition(|name| name.starts_with(NESTED_LINUX));
     let mut commands = Vec::new();
@@ -215,6 +270,10 @@ pub fn one_side(
 const NESTED_LINUX: &str = "nested_linux_";
 /// The one of them that is a Linux guest.
 const NESTED_LINUX_BOOT: &str = "nested_linux_boot";
+/// The same guest without a hypervisor between.
+const LINUX_BOOT: &str = "linux_boot";
+/// The difference of the two.
+const ADDED_BY_NESTING: &str = "nested_linux_boot_adds";
 
 /// The command for those. On AMD that KVM is without nested paging if nothing else is asked for: with it a Linux guest of its own
 /// does not get up on stock KVM in the emulator, and there would be nothing to compare.
@@ -283,6 +342,16 @@ mod tests {
         assert!(side.workloads[0].1.as_ref().unwrap().ops.is_empty());
         assert!(side.workloads[1].1.as_ref().unwrap_err().contains("no XSAVE"));
         assert!(side.remarks.is_empty());
+    }
+
+    #[test]
+    fn what_nesting_adds_needs_both_boots() {
+        let boot = |name: &str, ticks| (name.to_owned(), Ok(Figures::of(ticks)));
+        let (plain, nested) = (boot(LINUX_BOOT, 1600), boot(NESTED_LINUX_BOOT, 1811));
+        assert_eq!(added_by_nesting(&[nested.clone(), plain.clone()]), Some(211));
+        assert_eq!(added_by_nesting(std::slice::from_ref(&nested)), None);
+        let failed = (LINUX_BOOT.to_owned(), Err("failed".to_owned()));
+        assert_eq!(added_by_nesting(&[nested, failed]), None);
     }
 
     #[test]

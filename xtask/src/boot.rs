@@ -33,7 +33,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
         module::build(layout, options.kernel)?;
     }
     let tools = bench::prepare(layout, options)?;
-    let job = job(layout, options, &tools, options.module, options.cpus, "")?;
+    let job = job(layout, options, &tools, options.module, options.cpus, Kind::PLAIN)?;
     let mut print = |event: Event<'_>| {
         if let Event::Line(line) = event {
             println!("{line}");
@@ -61,20 +61,38 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     Ok(answered && faults.is_empty())
 }
 
-/// A job that boots the guest under exitbench. `more` goes to exitbench's command line.
+/// What a boot has besides.
+#[derive(Clone, Copy, Debug)]
+pub struct Kind {
+    /// On the guest's kernel command line.
+    pub append: &'static str,
+    /// On exitbench's own command line.
+    pub more: &'static str,
+}
+
+impl Kind {
+    /// Nothing but the lab's own.
+    pub const PLAIN: Self = Self { append: guest::APPEND, more: "" };
+    /// That of a guest's guest (`exitbench nested-linux boot`), which can be compared with it.
+    pub const AS_NESTED: Self =
+        Self { append: "quiet mitigations=off", more: "--memory 160 --stop-at-marker" };
+}
+
+/// A job that boots the guest under exitbench.
 pub fn job(
     layout: &Layout,
     options: &Options,
     tools: &Tools,
     module: Module,
     cpus: u32,
-    more: &str,
+    kind: Kind,
 ) -> Result<Job> {
     let command = format!(
         "exitbench boot --kernel /guest/vmlinux --initrd /guest/initramfs --cpus {cpus} \
-         --append '{}' --module {} {more}",
-        guest::APPEND,
-        module.name()
+         --append '{}' --module {} {}",
+        kind.append,
+        module.name(),
+        kind.more
     );
     let mut job = Job::new(options.machine(), options.kernel, module, &command)
         .file(&tools.exitbench, "bin/exitbench")
@@ -97,8 +115,20 @@ pub fn measure(
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Measured {
-    let more = "--unit instructions --report /out/boot.json";
-    let mut job = job(layout, options, tools, module, 1, more)?;
+    measure_kind(layout, options, tools, module, Kind::PLAIN, on_event)
+}
+
+/// The same with another kind of boot.
+pub fn measure_kind(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    module: Module,
+    kind: Kind,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Measured {
+    let mut job = job(layout, options, tools, module, 1, kind)?;
+    job.command += " --unit instructions --report /out/boot.json";
     job.counting = true;
     if job.machine == Machine::Amd {
         job.patience = job.patience.with_quiet(QUIET_ON_AMD);

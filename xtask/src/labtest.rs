@@ -89,7 +89,7 @@ pub fn boots(
     module: Module,
     cpus: u32,
 ) -> Result<LabTest> {
-    let mut job = boot::job(layout, options, tools, module, cpus, "")?;
+    let mut job = boot::job(layout, options, tools, module, cpus, boot::Kind::PLAIN)?;
     job.kernel = kernel;
     let name = format!(
         "lab: a Linux guest with {cpus} CPU{} boots on {} under {}",

@@ -18,6 +18,13 @@ pub struct Figures {
     pub ops: BTreeMap<String, f64>,
 }
 
+impl Figures {
+    /// Of one sample.
+    pub fn of(median: u64) -> Self {
+        Self { min: median, median, max: median, ops: BTreeMap::new() }
+    }
+}
+
 /// One module's figures.
 #[derive(Debug, Default)]
 pub struct Side {
