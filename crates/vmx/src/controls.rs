@@ -213,7 +213,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.cold.listed_denied = LISTED.map(&denied);
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
-        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
+        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX, msr::DEBUGCTL]).chain(residency) {
             // With what exits anyway: a filter that allows does not open.
             let exits = self.msr_map().intercepted(msr);
             self.msr_map().intercept(msr, exits | denied(msr));

@@ -26,6 +26,9 @@ impl<C: Cpu> Vmx<C> {
         self.watch_sysenter();
         // Reads pass, with the offset; writes move it, and TSC_ADJUST.
         self.msr_map().intercept(TSC, Directions::WRITES);
+        // Each entry loads it from the field, which is all that the guest reads. Writes are masked. KVM in a guest reads
+        // it before each of its entries.
+        self.msr_map().intercept(msr::DEBUGCTL, Directions::WRITES);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
                 self.msr_map().intercept(msr, Directions::WRITES);
@@ -150,6 +153,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
 mod tests {
     use super::*;
     use crate::features::Features;
+    use backend::Permissions as _;
     use cpu::Model;
     use msr::debugctl::{BTF, LBR, RTM};
 
@@ -158,5 +162,17 @@ mod tests {
         let mut vmx = Vmx::new(Model::default(), Features::default()).unwrap();
         vmx.set_msr(msr::DEBUGCTL, LBR | BTF | RTM).unwrap();
         assert_eq!(vmx.msr(msr::DEBUGCTL), Ok(RTM));
+    }
+
+    #[test]
+    fn debugctl_is_read_without_an_exit_unless_a_filter_denies_it() {
+        let mut vmx = Vmx::new(Model::default(), Features::default()).unwrap();
+        let exits = |vmx: &Vmx<Model>| vmx.msr_map().intercepted(msr::DEBUGCTL);
+        vmx.set_msr_filter(|_| Directions::empty());
+        assert_eq!(exits(&vmx), Directions::WRITES);
+        vmx.set_msr_filter(|index| Directions::READS.when(index == msr::DEBUGCTL));
+        assert_eq!(exits(&vmx), Directions::all());
+        vmx.set_msr_filter(|_| Directions::empty());
+        assert_eq!(exits(&vmx), Directions::WRITES);
     }
 }
