@@ -70,7 +70,9 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     fn nested_page_fault(&self) -> Option<NestedPageFault> {
         let by_tables = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
         // Without tables of L1's a fault is in L0's own, as with L1.
-        self.l1_tables().filter(|_| by_tables)?;
+        if !by_tables || !self.nested_tables_run() {
+            return None;
+        }
         Some(NestedPageFault::Violation {
             qualification: self.get(fields::EXIT_QUALIFICATION),
             gpa: self.get(fields::GUEST_PHYSICAL_ADDRESS),
