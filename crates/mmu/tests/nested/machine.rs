@@ -290,6 +290,8 @@ impl Machine {
             match outcome {
                 NestedSwitch::Ready(root) => {
                     assert!(settled.is_none_or(|settled| settled == root));
+                    self.with_view(|view| self.shadow.lock().nested_awaited(view, &vcpu.roots));
+                    assert!(!vcpu.roots.awaits(), "what is awaited is looked for once");
                     return root;
                 }
                 NestedSwitch::NeedPages(count) => {

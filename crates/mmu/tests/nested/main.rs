@@ -2,6 +2,7 @@
 //! a walker of them written apart from the code, and one that reads the shadow tables as the hardware does.
 
 mod agree;
+mod awaited;
 mod cases;
 mod entries;
 mod hardware;

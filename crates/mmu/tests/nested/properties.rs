@@ -13,6 +13,7 @@ fn op() -> impl Strategy<Value = Op> {
         8 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Tweak(a, b, c)),
         24 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Access(a, b, c)),
         2 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Walk(a, b, c)),
+        8 => any::<(u8, u8, u8, u16, u16)>().prop_map(|(a, b, c, d, e)| Serve(a, b, c, d, e)),
         4 => any::<(u8, u8)>().prop_map(|(a, b)| Enter(a, b)),
         3 => any::<u8>().prop_map(Flush),
         2 => any::<(u8, u8)>().prop_map(|(a, b)| FlushOf(a, b)),

@@ -1,6 +1,8 @@
 //! Random hypervisors: edits of tables that lead to each other in every way, accesses of L2's, flushes, other
 //! roots, and a host that takes frames back.
 
+use std::cell::Cell;
+
 use gannet_mmu::Marks;
 use gannet_mmu::nested::walk::translate;
 
@@ -45,6 +47,8 @@ pub enum Op {
     Access(u8, u8, u8),
     /// An access that software makes, by a walk of its own, held against the reference.
     Walk(u8, u8, u8),
+    /// An access; what is absent for it in the lowest table L1 makes, of this target and these flags, and enters L2 again.
+    Serve(u8, u8, u8, u16, u16),
     Enter(u8, u8),
     Flush(u8),
     FlushOf(u8, u8),
@@ -192,6 +196,34 @@ impl Run {
         false
     }
 
+    /// L1 hears of an absent entry, makes it, and enters L2. What that has made is held against the tables as after a flush:
+    /// nothing was there before that could be stale.
+    fn serve(&self, vcpu: usize, gpa: u64, access: &Access, target: u16, flags: u16) {
+        let machine = &self.machine;
+        // In a table of the lowest level that is there: what L1 would write first.
+        let last = {
+            let vcpu = machine.vcpus[vcpu].borrow();
+            let found = Cell::new(None);
+            let _ = vcpu.kind.walk(vcpu.root, gpa, access, |at| {
+                found.set(Some((found.get().map_or(1, |(n, _)| n + 1), at)));
+                machine.read(at)
+            });
+            found.get().filter(|(levels, _)| *levels == vcpu.kind.levels())
+        };
+        let Some((_, last)) = last else { return };
+        self.poke(last >> 12, last >> 3 & 511, 0);
+        machine.flush(vcpu);
+        let told = machine.access(vcpu, gpa, access);
+        self.poke(last >> 12, last >> 3 & 511, entry(&self.kind, target, flags));
+        let tables = || (1..14).flat_map(|gfn| INDICES.map(|index| (gfn, index)));
+        let before: Vec<u64> = tables().map(|(gfn, n)| machine.peek(gfn, n)).collect();
+        machine.enter(vcpu);
+        assert!(tables().map(|(gfn, n)| machine.peek(gfn, n)).eq(before), "L1's tables changed");
+        if matches!(told, Err(Refused::L1(_))) {
+            machine.check(vcpu, gpa);
+        }
+    }
+
     fn step(&self, op: &Op) {
         let machine = &self.machine;
         match *op {
@@ -226,6 +258,10 @@ impl Run {
                 if let (Ok(found), Ok(expected)) = (found, expected) {
                     assert_eq!(found.gpa.0, expected.gpa);
                 }
+            }
+            Op::Serve(vcpu, gpa, n, target, flags) => {
+                let (vcpu, gpa) = (usize::from(vcpu & 1), self.gpa(gpa, n));
+                self.serve(vcpu, gpa, &Access::ALL[usize::from(n & 3)], target, flags);
             }
             Op::Enter(vcpu, root) => {
                 let n = usize::from(vcpu & 1);

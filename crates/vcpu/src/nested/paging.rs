@@ -21,7 +21,8 @@ use mmu::nested::{
 };
 use mmu::{
     AddressSpace, CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault,
-    NestedRoots, NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
+    NestedRoots, NestedSwitch, PagingContext, Section, ShadowMmu, Tables, shadow::NestedFrame,
+    walk,
 };
 use stats::VcpuCount;
 use vm::memory::{MemoryError, NestedOutcome, VmMemory, shadow::Caller};
@@ -91,6 +92,16 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
         L1Flush::None => {}
         L1Flush::All => roots.flush(),
         L1Flush::Of(pointer) => roots.flush_of(pointer),
+    }
+}
+
+/// L1 was told that an entry is absent, and enters L2 again: probably it is there now.
+#[inline(never)]
+fn make_awaited(memory: &VmMemory, pages: &ShadowMmu, roots: &NestedRoots, s: Section<'_>) {
+    // Nobody waits for what a fault would do as well.
+    match pages.try_lock() {
+        Some(guard) => guard.nested_awaited(&memory.view(s), roots),
+        None => roots.forget_awaited(),
     }
 }
 
@@ -216,6 +227,10 @@ impl<B: Backend> Vcpu<B> {
         if let Some(root) = pages.nested_current(&stage.roots, &tables) {
             nested.set_nested_root(root.hpa, tables.tracks_ept());
             roots.nested_found();
+            // One flag where L1 was told of no fault.
+            if stage.roots.awaits() {
+                make_awaited(memory, pages, &stage.roots, s);
+            }
             return Next::Again;
         }
         // Another vCPU may hold it for long: outside it is waited for.

@@ -87,39 +87,18 @@ impl State {
         top: PageId,
         access: &NestedAccess,
     ) -> Option<NestedFault> {
-        let (mut id, mut page) = (top, self.arena.page(top));
-        let mut role = page.role.get();
-        let level = role.level();
-        // Indices are taken modulo 512: an address beyond the tables would find the entry of a
-        // lower one.
-        if access.gpa >> (12 + 9 * u32::from(level)) != 0 || role.is_of_pdptes() {
-            return None;
-        }
-        for level in (2..=level).rev() {
-            let (index, accessed) = (index_at(access.gpa, level), role.accessed());
-            let kid = page.kid(index);
-            if kid == 0 {
-                return None;
-            }
-            let entry = view.load_u64(&self.table_of(view, id)?, index << 3)?;
-            // An entry without A was not used yet, or L1 has cleared it: the flag has to be set,
-            // which is the other way's work.
-            if entry != page.copy(index) || entry & accessed != accessed {
-                return None;
-            }
-            (id, page) = (kid, self.arena.page(kid));
-            role = page.role.get();
-            // Below a large page of L1's there is no table.
-            if role.is_direct() {
-                return None;
-            }
-        }
+        let id = self.nested_way(view, top, access.gpa)?;
+        let page = self.arena.page(id);
+        let role = page.role.get();
         let (index, table) = (index_at(access.gpa, 1), self.table_of(view, id)?);
         let entry = view.load_u64(&table, index << 3)?;
         // L1's entry decides, read now: the hardware would walk now, and a copy may be stale.
         let grant = match role.read(entry) {
             Reading::Leaf(grant) => role.grant().and(grant),
-            Reading::Absent => return Some(self.refuse(access, role, Refusal::Absent)),
+            Reading::Absent => {
+                roots.await_entry(top, access);
+                return Some(self.refuse(access, role, Refusal::Absent));
+            }
             Reading::Broken | Reading::Table(_) => return None,
         };
         // Which rights are lacking needs those of all levels, which the long way collects.
@@ -140,6 +119,42 @@ impl State {
         let replaced = self.nested_small(view, id, &step, grant, &found, access);
         count(&self.counters.fixed);
         Some(NestedFault::Fixed { replaced })
+    }
+
+    /// The page of the lowest level on an address's way, where each link is what L1's entry says now.
+    #[inline(always)]
+    fn nested_way(&self, view: &View<'_>, top: PageId, gpa: u64) -> Option<PageId> {
+        let (mut id, mut page) = (top, self.arena.page(top));
+        let role = page.role.get();
+        // Indices are taken modulo 512: an address beyond the tables would find the entry of a
+        // lower one.
+        if gpa >> (12 + 9 * u32::from(role.level())) != 0 || role.is_of_pdptes() {
+            return None;
+        }
+        // The same at all levels: whether L1 has such flags is said for all of its tables.
+        let accessed = role.accessed();
+        for level in (2..=role.level()).rev() {
+            let index = index_at(gpa, level);
+            let kid = page.kid(index);
+            if kid == 0 {
+                return None;
+            }
+            let entry = match view.load_u64(&page.guest.get(), index << 3) {
+                Some(entry) => entry,
+                None => view.load_u64(&self.table_of(view, id)?, index << 3)?,
+            };
+            // An entry without A was not used yet, or L1 has cleared it: the flag has to be set,
+            // which is the other way's work.
+            if entry != page.copy(index) || entry & accessed != accessed {
+                return None;
+            }
+            (id, page) = (kid, self.arena.page(kid));
+            // Below a large page of L1's there is no table.
+            if page.role.get().is_direct() {
+                return None;
+            }
+        }
+        Some(id)
     }
 
     /// Fixes any other fault, or finds that it is L1's.

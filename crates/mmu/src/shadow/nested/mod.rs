@@ -6,6 +6,7 @@
 //! the next [`ShadowGuard::nested_switch`] compare the root's pages with L1's tables. Pages are found by
 //! frame and role, both; no role of L1's tables is one of a guest's own.
 
+mod awaited;
 mod fault;
 mod large;
 mod roots;
@@ -101,6 +102,12 @@ impl ShadowGuard<'_> {
         access: &NestedAccess,
     ) -> NestedFault {
         self.state.nested_fault(view, roots, access)
+    }
+
+    /// Makes the entry that a fault lacked of which L1 was told, if L1 has made its own: at an entry to L2, behind the
+    /// switch. What is not at hand is left to a fault.
+    pub fn nested_awaited(&self, view: &View<'_>, roots: &NestedRoots) {
+        self.state.nested_awaited(view, roots);
     }
 
     /// Lets go of all roots: before `roots` is dropped, and when what CPUID or the VMX capabilities say

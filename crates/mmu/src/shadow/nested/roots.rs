@@ -9,7 +9,7 @@ use super::super::arena::PageId;
 use super::super::counters::count;
 use super::super::roms::Roms;
 use super::{NestedRoot, NestedSwitch};
-use crate::nested::Tables;
+use crate::nested::{NestedAccess, Tables};
 use crate::role::Role;
 use crate::roots::{RootCache, RootKey};
 use crate::table::View;
@@ -37,6 +37,16 @@ pub struct NestedRoots {
     /// Counts flushes, from 1 on.
     flushes: u64,
     pub(super) roms: Roms,
+    /// What L1 was told to be absent last.
+    awaited: Cell<Option<Awaited>>,
+}
+
+/// An access that L1's tables refused for an entry that was not there: L1 is about to make it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Awaited {
+    /// The page of the root that it was under.
+    pub(super) page: PageId,
+    pub(super) access: NestedAccess,
 }
 
 impl Default for NestedRoots {
@@ -48,7 +58,8 @@ impl Default for NestedRoots {
 impl NestedRoots {
     /// A vCPU's roots for L2 before the first switch: it holds nothing.
     pub const fn new() -> Self {
-        Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE }
+        let awaited = Cell::new(None);
+        Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE, awaited }
     }
 
     /// The current root.
@@ -69,10 +80,13 @@ impl NestedRoots {
     pub fn flush(&mut self) {
         // Never 0, which stands for a root that is not fresh.
         self.flushes = self.flushes.wrapping_add(1).max(1);
+        self.forget_awaited();
     }
 
     /// The translations through one EPT pointer are flushed: INVEPT of a single context.
     pub fn flush_of(&mut self, pointer: u64) {
+        // Whichever pointer it is: an L1 that flushes is not one that has made a new entry.
+        self.forget_awaited();
         for held in self.cache.current().into_iter().chain(self.cache.previous()) {
             if held.tables.has_root(pointer) {
                 held.fresh.set(0);
@@ -84,6 +98,29 @@ impl NestedRoots {
     /// they are. `generation`: the tree's, before that was found out.
     pub fn note_rom(&mut self, gfn: Gfn, generation: u64) {
         self.roms.note(gfn, generation);
+    }
+
+    /// Whether L1 was told of an absent entry, and L2 was not entered since.
+    #[inline]
+    pub fn awaits(&self) -> bool {
+        self.awaited.get().is_some()
+    }
+
+    /// L1 is told that the entry for `access`, below the root's page, is absent.
+    #[inline]
+    pub(super) fn await_entry(&self, page: PageId, access: &NestedAccess) {
+        self.awaited.set(Some(Awaited { page, access: *access }));
+    }
+
+    /// What was awaited, once.
+    pub(super) fn take_awaited(&self) -> Option<Awaited> {
+        self.awaited.take()
+    }
+
+    /// Nothing is awaited any more.
+    #[inline]
+    pub fn forget_awaited(&self) {
+        self.awaited.set(None);
     }
 
     /// The current root, if it is that of `tables`, held in the pages of that number, and as fresh as it has to be.
@@ -207,6 +244,7 @@ impl State {
         while let Some(old) = roots.cache.take() {
             self.let_go_nested(&old);
         }
+        roots.forget_awaited();
         roots.owner = 0;
         true
     }

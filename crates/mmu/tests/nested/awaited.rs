@@ -1,0 +1,215 @@
+//! The entry whose absence L1 was told of, at the next entry of L2.
+
+use std::sync::atomic::Ordering;
+
+use super::entries::{full, page};
+use super::hardware::Reached;
+use super::machine::{LARGE, Machine, Refused, SMALL, ept, npt};
+use super::reference::{Access, Apic, Kind};
+
+const GPA: u64 = 20 << 12;
+
+/// Tables in frames 1 to 4, of which the last maps frame 30 at its own address; L1 has heard that nothing is at `GPA`.
+fn told(kind: Kind, logs: bool, access: &Access) -> Machine {
+    let machine = Machine::new(2, kind, 4, logs);
+    for gfn in 1..4 {
+        machine.poke(gfn, 0, (gfn + 1) << 12 | full(&kind));
+    }
+    machine.poke(4, 30, 30 << 12 | page(&kind));
+    machine.enter(0);
+    // The way down is made by another access, and the frame is in the tree: L1 has filled it.
+    machine.access(0, 30 << 12, &Access::READ).unwrap();
+    assert!(machine.find_frame(20, true));
+    assert!(matches!(machine.access(0, GPA, access), Err(Refused::L1(_))));
+    machine
+}
+
+fn look(machine: &Machine) -> Option<Reached> {
+    let root = machine.vcpus[0].borrow().roots.current().unwrap();
+    machine.hardware.look(&root, GPA, None)
+}
+
+/// L1 makes the entry, without these bits, and enters L2.
+fn made_without(machine: &Machine, without: u64) -> Option<Reached> {
+    let kind = machine.vcpus[0].borrow().kind;
+    let entry = (GPA | page(&kind)) & !without;
+    machine.poke(4, 20, entry);
+    machine.enter(0);
+    assert_eq!(machine.peek(4, 20), entry, "a flag was set for an access that was not made");
+    machine.check(0, GPA);
+    machine.check_host(&[GPA]);
+    machine.audit();
+    look(machine)
+}
+
+/// What happens between what L1 was told and the entry leaves the entry to a fault, which finds it.
+fn not_made_after(between: impl Fn(&Machine, Kind)) {
+    for kind in [npt(), ept()] {
+        let machine = told(kind, false, &Access::WRITE);
+        machine.poke(4, 20, GPA | page(&kind));
+        between(&machine, kind);
+        machine.enter(0);
+        assert_eq!(look(&machine), None, "{kind:?}");
+        machine.check_host(&[GPA]);
+        machine.audit();
+    }
+}
+
+/// Bits of accessed and dirty flags.
+fn flags(kind: &Kind) -> [u64; 2] {
+    match kind {
+        Kind::Npt { .. } => [1 << 5, 1 << 6],
+        Kind::Ept { .. } => [1 << 8, 1 << 9],
+    }
+}
+
+#[test]
+fn l2_needs_no_second_fault() {
+    for kind in [npt(), ept()] {
+        for access in [Access::READ, Access::WRITE, Access::FETCH] {
+            let machine = told(kind, false, &access);
+            let ahead = || machine.shadow.counters().ahead.load(Ordering::Relaxed);
+            let before = ahead();
+            let found = made_without(&machine, 0).expect("it was made at the entry");
+            assert_eq!(found.pfn, machine.pages[20].hpa().0 >> 12);
+            assert!(found.read && found.write && found.fetch && ahead() == before + 1);
+            // Once: what L1 takes away after that is gone for good.
+            machine.poke(4, 20, 0);
+            machine.flush(0);
+            machine.poke(4, 20, GPA | page(&kind));
+            machine.enter(0);
+            assert_eq!(look(&machine), None);
+        }
+    }
+}
+
+#[test]
+fn without_flags_of_l1s_it_is_made_as_well() {
+    let Kind::Ept { execute_only, pages_2m, pages_1g, width, apic, .. } = ept() else { return };
+    let kind = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic };
+    let found = made_without(&told(kind, false, &Access::WRITE), 3 << 8);
+    assert!(found.is_some_and(|page| page.write));
+}
+
+#[test]
+fn what_would_set_a_flag_is_left_to_the_access() {
+    for kind in [npt(), ept()] {
+        let [accessed, dirty] = flags(&kind);
+        for access in [Access::READ, Access::WRITE] {
+            assert_eq!(made_without(&told(kind, false, &access), accessed), None);
+        }
+        assert_eq!(made_without(&told(kind, false, &Access::WRITE), dirty), None);
+        let clean = made_without(&told(kind, false, &Access::READ), dirty).unwrap();
+        assert!(!clean.write, "written unseen");
+    }
+}
+
+#[test]
+fn what_the_entry_forbids_is_l1s_to_hear_again() {
+    for kind in [npt(), ept()] {
+        assert_eq!(made_without(&told(kind, false, &Access::WRITE), 2), None);
+        assert!(!made_without(&told(kind, false, &Access::READ), 2).unwrap().write);
+    }
+    // Broken: a memory type that there is not.
+    let machine = told(ept(), false, &Access::READ);
+    machine.poke(4, 20, (GPA | page(&ept())) & !(7 << 3) | 7 << 3);
+    machine.enter(0);
+    assert_eq!(look(&machine), None);
+}
+
+#[test]
+fn nothing_is_made_after_a_flush() {
+    not_made_after(|machine, _| machine.vcpus[0].borrow_mut().roots.flush());
+    not_made_after(|machine, _| machine.vcpus[0].borrow_mut().roots.flush_of(1 << 12 | 0x1e));
+    // Of another pointer: L1 does something else.
+    not_made_after(|machine, _| machine.vcpus[0].borrow_mut().roots.flush_of(9 << 12 | 0x1e));
+}
+
+#[test]
+fn nothing_is_made_behind_another_root() {
+    not_made_after(|machine, kind| {
+        machine.poke(5, 0, 2 << 12 | full(&kind));
+        machine.vcpus[0].borrow_mut().root = 5;
+        machine.enter(0);
+        assert_eq!(look(machine), None, "under the other root");
+        machine.vcpus[0].borrow_mut().root = 1;
+    });
+}
+
+#[test]
+fn nothing_is_made_after_roots_were_given_up() {
+    not_made_after(|machine, _| {
+        let vcpu = &mut *machine.vcpus[0].borrow_mut();
+        assert!(machine.shadow.lock().nested_release(&mut vcpu.roots));
+    });
+}
+
+#[test]
+fn nothing_is_made_of_a_frame_that_is_gone() {
+    not_made_after(|machine, _| machine.withdraw(20, 21));
+    not_made_after(|machine, _| machine.migrate(20, SMALL as usize + 1));
+    // A slot that goes, with the frame that L1's new entry names.
+    not_made_after(|machine, kind| {
+        assert!(machine.find_frame(40, true));
+        machine.poke(4, 20, 40 << 12 | page(&kind));
+        machine.toggle_slot(false);
+    });
+    // A frame that nothing has brought into the tree.
+    not_made_after(|machine, kind| machine.poke(4, 20, (LARGE + 9) << 12 | page(&kind)));
+}
+
+#[test]
+fn nothing_is_made_where_the_table_is_gone() {
+    not_made_after(|machine, _| machine.withdraw(4, 5));
+    // Its slot, with the page that was made from it.
+    for kind in [npt(), ept()] {
+        let machine = told(kind, false, &Access::WRITE);
+        machine.poke(33, 20, 0);
+        machine.poke(3, 0, 33 << 12 | full(&kind));
+        machine.flush(0);
+        machine.poke(33, 30, 30 << 12 | page(&kind));
+        machine.access(0, 30 << 12, &Access::READ).unwrap();
+        assert!(matches!(machine.access(0, GPA, &Access::READ), Err(Refused::L1(_))));
+        machine.poke(33, 20, GPA | page(&kind));
+        machine.toggle_slot(false);
+        machine.enter(0);
+        assert_eq!(look(&machine), None);
+        machine.audit();
+    }
+}
+
+#[test]
+fn a_write_of_which_the_dirty_log_would_not_hear_is_not_let_through() {
+    for logs in [false, true] {
+        let machine = told(ept(), logs, &Access::WRITE);
+        machine.write_protect(20);
+        assert_eq!(made_without(&machine, 0), None, "a write faults, and is noted");
+        let machine = told(ept(), logs, &Access::READ);
+        machine.write_protect(20);
+        assert!(!made_without(&machine, 0).unwrap().write);
+    }
+}
+
+#[test]
+fn the_frame_that_is_left_out_stays_out() {
+    let Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, .. } = ept() else { return };
+    let apic = Apic { frame: Some(20), ..Apic::default() };
+    let kind = Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, apic };
+    assert_eq!(made_without(&told(kind, false, &Access::READ), 0), None);
+}
+
+#[test]
+fn what_stands_there_already_is_not_replaced() {
+    for kind in [npt(), ept()] {
+        let machine = told(kind, false, &Access::READ);
+        // Another vCPU that runs on the same pages was faster.
+        machine.poke(4, 20, GPA | page(&kind));
+        machine.enter(1);
+        machine.access(1, GPA, &Access::WRITE).unwrap();
+        let before = look(&machine).unwrap();
+        machine.poke(4, 20, 30 << 12 | page(&kind));
+        machine.enter(0);
+        assert_eq!(look(&machine), Some(before), "stale, as a TLB may be, and without a flush");
+        machine.audit();
+    }
+}
