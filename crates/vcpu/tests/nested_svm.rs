@@ -3,7 +3,7 @@
 mod rig;
 
 use gannet_vcpu::{By, UserExit};
-use rig::nested::{Hypervisor, L2_RIP};
+use rig::nested::{BLOCK, Hypervisor, L2_RIP};
 use rig::{exit, shutdown};
 use x86::vmcb::ExitCode;
 use x86::{Cr0, Cr4, Efer, msr};
@@ -448,4 +448,38 @@ fn an_exception_that_l1_asked_for_comes_to_it_without_a_word_of_the_kernels() {
     });
     assert_eq!(machine.run(), UserExit::Shutdown);
     assert_eq!(machine.get(rig::nested::BLOCK + 0x70), UD.0);
+}
+
+/// What L1 is told of L2's access through tables whose first entry has bit 8, which AMD's CPUs and Hygon's reserve, where CPUID
+/// names `vendor`; by its words in EBX, EDX and ECX.
+fn told_of_bit_8(vendor: [u32; 3]) -> u64 {
+    const TABLES: u64 = 0x1_0000;
+    const FINAL_WRITE: u64 = 1 << 32 | 6;
+    let mut machine = Hypervisor::new(false);
+    let mut cpuid = rig::nested::offered().cpuid.entries().to_vec();
+    for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0) {
+        [entry.ebx, entry.edx, entry.ecx] = vendor;
+    }
+    machine.vcpu.set_cpuid(&cpuid).unwrap();
+    machine.put(BLOCK + 0x90, 1);
+    machine.put(BLOCK + 0xb0, TABLES);
+    machine.put(TABLES, (TABLES + 0x1000) | 7 | 1 << 8);
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::Npf)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (FINAL_WRITE, 0x2_0000);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(BLOCK + 0x70), ExitCode::Npf.0);
+    machine.get(BLOCK + 0x78)
+}
+
+#[test]
+fn hygons_cpus_reserve_in_l1s_tables_what_amds_reserve() {
+    const RESERVED: u64 = 1 << 3 | 1;
+    let amd = told_of_bit_8([0x6874_7541, 0x6974_6e65, 0x444d_4163]);
+    let hygon = told_of_bit_8([0x6f67_7948, 0x6e65_476e, 0x656e_6975]);
+    assert_eq!(amd & RESERVED, RESERVED);
+    assert_eq!(hygon, amd);
 }

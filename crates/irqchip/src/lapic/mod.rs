@@ -528,7 +528,11 @@ impl Lapic {
             self.dfr.store(u32::MAX, Relaxed);
         }
         match new {
-            LapicMode::Disabled => {}
+            // Its errors are those of an APIC that comes on again (SDM vol. 3A §10.4.3: as at power-up).
+            LapicMode::Disabled => {
+                self.esr.store(0, Relaxed);
+                self.esr_pending.store(0, Relaxed);
+            }
             LapicMode::XApic => {
                 // The id of power-up, as in stock KVM: what the guest wrote is lost with the mode.
                 id = self.vcpu_id & 0xff;

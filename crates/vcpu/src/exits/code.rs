@@ -8,11 +8,7 @@ use emulate::{CodeSize, DecodeCache, DecodeError, Decoded, Fetched, Stop};
 use host::{KBox, NoMemory};
 use mmu::fetch::CodeMode;
 use mmu::{CodeFetch, PagingContext, Section, WalkError, translate, walk};
-use x86::{
-    Exception, Gpa, Gva, Rflags,
-    cpuid::{Vendor, feature},
-    segment::attr,
-};
+use x86::{Exception, Gpa, Gva, Rflags, cpuid::feature, segment::attr};
 
 use crate::{
     Vcpu,
@@ -103,7 +99,7 @@ pub(crate) trait CodeState: Backend {
             pkru: self.pkru(),
             maxphyaddr: cpuid.maxphyaddr(),
             gbpages: cpuid.has(feature::GBPAGES),
-            amd: cpuid.vendor() == Vendor::Amd,
+            amd: cpuid.vendor().is_amd_like(),
         }
     }
 }

@@ -26,11 +26,7 @@ use mmu::{
 };
 use stats::VcpuCount;
 use vm::memory::{MemoryError, NestedOutcome, VmMemory, shadow::Caller};
-use x86::{
-    Exception, Gpa, Gva,
-    cpuid::{Vendor, feature},
-    vmcs::ApicAccess,
-};
+use x86::{Exception, Gpa, Gva, cpuid::feature, vmcs::ApicAccess};
 
 use super::memory::{Mapped, Whole};
 use crate::{
@@ -121,7 +117,7 @@ fn read_tables(cpuid: &GuestCpuid, tables: L1Tables) -> Option<Tables> {
     match tables {
         L1Tables::Npt { ncr3, cr0, cr4, efer } => {
             let gbpages = cpuid.has(feature::GBPAGES);
-            let amd = cpuid.vendor() == Vendor::Amd;
+            let amd = cpuid.vendor().is_amd_like();
             let context = PagingContext {
                 cr0,
                 cr4,

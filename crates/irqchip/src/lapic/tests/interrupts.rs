@@ -292,6 +292,23 @@ fn self_ipis_are_told_apart() {
     assert_eq!(lapic.write_x2(SELF_IPI_MSR, 5), Ok(LapicEffect::None));
 }
 
+/// kvm-unit-tests looks for an ESR of 0 behind a vector that cannot be sent and an APIC that was off meanwhile.
+#[test]
+fn errors_end_with_the_apic_that_made_them() {
+    let lapic = x2apic(1);
+    let esr_once_more = |between: &[u64]| {
+        assert_eq!(lapic.write_x2(SELF_IPI_MSR, 0), Ok(LapicEffect::None));
+        for bits in between {
+            lapic.set_base(DEFAULT_BASE | bits, RULES).unwrap();
+        }
+        let _ = lapic.write_x2(0x828, 0).unwrap();
+        lapic.read_x2(0x828, || 0).unwrap()
+    };
+    assert_eq!(esr_once_more(&[]), 0x20, "an illegal vector was sent");
+    let off_and_on = [0, base::ENABLE, base::ENABLE | base::EXTD];
+    assert_eq!(esr_once_more(&off_and_on), 0);
+}
+
 #[test]
 fn lint0_lets_the_pic_through_as_its_entry_says() {
     let lapic = xapic(0);
