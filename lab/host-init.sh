@@ -17,8 +17,16 @@ mkdir -p /out /tmp
 # A break on the console, by which a silent machine is tapped, is no text.
 [ ! -c /dev/ttyS0 ] || stty -F /dev/ttyS0 -echo 2>/dev/null
 echo '<6>gannet-lab: the job starts' >/dev/kmsg
-MODULES= PARAMETERS=
+MODULES= PARAMETERS= PULSE=
 . /job/settings
+
+# From the first CPU of the machine a task goes to the second, and from the second to the first, every two seconds: the interrupt by which
+# it is woken there makes a CPU look at its local APIC again that has lost its timer's (docs/lab.md). A tap from outside comes to one CPU.
+pulse() { # pulse FROM TO
+    # A CPU may be away for a while.
+    while :; do taskset -c "$1" sleep 2 || sleep 2; taskset -c "$2" true; done
+}
+[ -z "$PULSE" ] || { pulse 0 1 2>/dev/null & pulse 1 0 2>/dev/null & }
 
 load() { # every module of the list; MODULE.NAME=VALUE goes to that module, NAME=VALUE to the first that has it, or to the last
     while [ $# -gt 0 ]; do

@@ -97,6 +97,11 @@ impl Job {
         self
     }
 
+    /// Whether its CPUs wake each other now and then (docs/lab.md): where the emulator loses interrupts, and nobody counts.
+    fn has_pulse(&self) -> bool {
+        self.machine == Machine::Amd && self.cpus > 1 && !self.counting
+    }
+
     /// The initramfs: busybox, every module of the lab for this kernel, the job's files, settings and command.
     pub fn initramfs(&self, layout: &Layout) -> Result<Vec<u8>> {
         let mut archive = Archive::new();
@@ -140,9 +145,10 @@ impl Job {
         }
         let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
         let settings = format!(
-            "MODULES={}\nPARAMETERS={}\n",
+            "MODULES={}\nPARAMETERS={}\nPULSE={}\n",
             quoted(&modules.join(" ")),
-            quoted(&self.parameters)
+            quoted(&self.parameters),
+            if self.has_pulse() { "1" } else { "" }
         );
         archive.text("job/settings", settings);
         archive.text("job/command", self.command.as_bytes());

@@ -194,10 +194,18 @@ fn run_in(
     };
     let mut console = Console::default();
     let mut port = bochs::DebugPort::default();
-    if let Err(reason) = follow(job, &clock, output, monitor, &mut console, &mut port, on_event) {
-        let text = console.text + &serial();
+    let mut monitor = monitor;
+    let followed = follow(job, &clock, output, &mut monitor, &mut console, &mut port, on_event);
+    if let Err(reason) = followed {
+        let ran = clock.elapsed().as_secs();
+        let mut text = console.text + &serial();
+        if job.machine == Machine::Amd {
+            let state = state(&mut monitor);
+            std::fs::write(folder.join("state"), &state)?;
+            text.push_str(&positions(&state));
+        }
         let tail = Outcome { console: text, ..Outcome::default() }.tail(15);
-        bail!("{reason} (it ran for {} s); it ends with:\n{tail}", clock.elapsed().as_secs());
+        bail!("{reason} (it ran for {ran} s); it ends with:\n{tail}");
     }
     let status = process.0.wait()?;
     let log = || std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
@@ -229,7 +237,7 @@ fn follow(
     job: &Job,
     clock: &Clock,
     mut output: ChildStdout,
-    mut monitor: UnixStream,
+    monitor: &mut UnixStream,
     console: &mut Console,
     port: &mut bochs::DebugPort,
     on_event: &mut dyn FnMut(Event<'_>),
@@ -270,7 +278,7 @@ fn follow(
                 left?;
                 // Counted instructions are the same every time only without it, and there nothing is lost.
                 if !job.counting && job.machine == Machine::Amd {
-                    tap(&mut monitor, job.kernel);
+                    tap(monitor, job.kernel);
                 }
             }
         }
@@ -295,6 +303,33 @@ fn tap(monitor: &mut UnixStream, kernel: Kernel) {
     };
     // A monitor that has gone away belongs to a machine that is ending.
     let _ = monitor.write_all(by.as_bytes());
+}
+
+/// What the emulator's monitor says of a machine that is given up: every CPU's registers, twice, a second apart, and its local APICs
+/// and interrupt controllers. Empty when the emulator itself stands still.
+fn state(monitor: &mut UnixStream) -> String {
+    const QUESTIONS: [&str; 3] =
+        ["info registers -a\n", "info registers -a\n", "info pic\ninfo lapic 0\ninfo lapic 1\n"];
+    let mut text = Vec::new();
+    let mut buffer = [0; 4096];
+    for question in QUESTIONS {
+        let _ = monitor.write_all(question.as_bytes());
+        std::thread::sleep(Duration::from_secs(1));
+        while let Ok(n @ 1..) = monitor.read(&mut buffer) {
+            text.extend_from_slice(&buffer[..n]);
+        }
+    }
+    String::from_utf8_lossy(&text).replace('\r', "")
+}
+
+/// The lines of a state that tell where each CPU stands.
+fn positions(state: &str) -> String {
+    let mut lines = String::from("where its CPUs stand, twice, a second apart:\n");
+    for line in state.lines().filter(|l| l.starts_with("CPU#") || l.contains("RIP=")) {
+        lines.push_str(line);
+        lines.push('\n');
+    }
+    lines
 }
 
 fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &Path) -> Command {
@@ -411,6 +446,22 @@ fn read_counts(text: &str) -> Result<Vec<Counts>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_that_is_given_up_tells_where_its_cpus_stand() {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        theirs.write_all(b"\r\nCPU#0\r\nRAX=1 RBX=2\r\nRIP=3 RFL=4 HLT=1\r\nES =0\r\n").unwrap();
+        let state = state(&mut ours);
+        assert!(state.contains("RAX=1"));
+        let (_, cpus) = state.split_once("CPU#0\n").unwrap();
+        assert!(cpus.starts_with("RAX=1 RBX=2\n"), "{cpus}");
+        let told = positions(&state);
+        assert!(told.ends_with("apart:\nCPU#0\nRIP=3 RFL=4 HLT=1\n"), "{told}");
+        let mut asked = [0; 18];
+        theirs.read_exact(&mut asked).unwrap();
+        assert_eq!(&asked, b"info registers -a\n");
+    }
 
     #[test]
     fn a_machine_without_a_port_for_its_picture_begins_again() {
