@@ -85,6 +85,9 @@ impl Machine {
                 let (low, pages) = (&vm.memory, mapped.pages);
                 page_tables::write_small_pages(low, ROOT, &fresh, FRESH_MEMORY, pages)?;
             }
+            if plan.host_has_them {
+                memory::touch(&fresh)?;
+            }
             memory::register(&vm.fd, &fresh, FRESH_SLOT)?;
             Some(fresh)
         } else {

@@ -42,6 +42,8 @@ pub struct Plan {
     pub apic: ApicMode,
     /// Whether each operation touches a page of memory of its own, from `argument` on.
     pub fresh_pages: bool,
+    /// Whether the host has that memory before the first operation, so that its own faults are not among what is measured.
+    pub host_has_them: bool,
     /// Pages that the guest maps one by one and touches before the first operation.
     pub mapped: Option<Mapped>,
 }
@@ -75,7 +77,8 @@ pub struct Unsupported(pub &'static str);
 impl Plan {
     /// A program without argument, interrupts or memory of its own.
     pub fn of(program: Program) -> Self {
-        Self { program, argument: 0, apic: ApicMode::Xapic, fresh_pages: false, mapped: None }
+        let apic = ApicMode::Xapic;
+        Self { program, argument: 0, apic, fresh_pages: false, host_has_them: false, mapped: None }
     }
 
     /// The program for the better of the APIC's modes that the guest has.

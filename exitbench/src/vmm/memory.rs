@@ -4,7 +4,8 @@ use anyhow::{Context, Result};
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRegionAddress,
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    MemoryRegionAddress,
 };
 
 /// Memory of a guest.
@@ -33,6 +34,16 @@ pub fn map(ranges: &[(GuestAddress, usize)], backing: Backing) -> Result<GuestMe
         }
     }
     Ok(memory)
+}
+
+/// Writes to every page of `memory`, so that the host has it all.
+pub fn touch(memory: &GuestMemory) -> Result<()> {
+    for region in memory.iter() {
+        for offset in (0..region.len()).step_by(PAGE as usize) {
+            region.write_obj(0_u8, MemoryRegionAddress(offset)).context("memory is not mapped")?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes every region of `memory` a memslot, numbered from `first_slot` (KVM API §4.35).
@@ -70,4 +81,27 @@ fn forbid_huge_pages(region: &impl GuestMemoryRegion) -> Result<()> {
         return Err(error).context("madvise(MADV_NOHUGEPAGE) failed");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_has_memory_that_was_touched_and_no_other() {
+        let resident = |touched: bool| {
+            let range = (GuestAddress(0), 8 * PAGE as usize);
+            let memory = map(&[range], Backing::SmallPages).unwrap();
+            if touched {
+                touch(&memory).unwrap();
+            }
+            let mut pages = [0_u8; 8];
+            let start = host_address(memory.iter().next().unwrap()).unwrap();
+            // SAFETY: the mapping has 8 pages, and there is a byte for each.
+            let status = unsafe { libc::mincore(start.cast(), range.1, pages.as_mut_ptr()) };
+            assert_eq!(status, 0);
+            pages.iter().filter(|page| **page & 1 != 0).count()
+        };
+        assert_eq!((resident(false), resident(true)), (0, 8));
+    }
 }

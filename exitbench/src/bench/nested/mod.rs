@@ -3,7 +3,14 @@
 //!
 //! L1 shares its page tables with L2 and answers an exit by moving RIP past the instruction, so that what is
 //! measured is the hypervisor below. For `nested_page_fault` it has tables for L2's physical addresses beside, and answers by
-//! mapping the page: one operation is that exit, and the fault of L2's that finds the page in L1's tables alone.
+//! mapping the page: one operation is that exit, and the fault of L2's that finds the page in L1's tables alone. The host has the
+//! memory by then: else it had it in some runs and had not in others, and its own fault was a third of the figure.
+//!
+//! L2 has L1's CR4, but for `nested_osxsave`: there L1 has set CR4.OSXSAVE, as every Linux has, and L2 has not, as the small guests
+//! of KVM's unit tests have not. So what CPUID shows changes with each transition, and a hypervisor that keeps it computes it again.
+//!
+//! For `nested_seldom` L1 also reads the base of L2's ES and writes it back, as an L1 that emulates does. No shadow VMCS has it, so
+//! that both exit, and what a hypervisor keeps for such fields is brought up to date both ways.
 
 use super::layout::{FRESH_MEMORY, NESTED_TABLES};
 use super::program::Program;
@@ -67,6 +74,8 @@ struct Programs {
     pio: fn() -> Program,
     entry: fn() -> Program,
     page_fault: fn() -> Program,
+    osxsave: fn() -> Program,
+    seldom: fn() -> Program,
 }
 
 /// Every nested workload, in the order in which they run.
@@ -84,8 +93,17 @@ pub const ALL: &[Workload] = &[
     workload("nested_page_fault", "first touch of a page by a guest's guest (4 KiB)", |guest| {
         let touched = FRESH_MEMORY + NESTED_TABLES;
         let plan = plan(guest, |of| of.page_fault)?;
-        Ok(Plan { argument: touched, fresh_pages: true, ..plan })
+        Ok(Plan { argument: touched, fresh_pages: true, host_has_them: true, ..plan })
     }),
+    workload("nested_osxsave", "CPUID of a guest's guest whose CR4.OSXSAVE is not L1's", |guest| {
+        require(guest.features.xsave, "the guest's CPUID lacks XSAVE")?;
+        plan(guest, |of| of.osxsave)
+    }),
+    workload(
+        "nested_seldom",
+        "CPUID of a guest's guest, with a field that L1s seldom use",
+        |guest| plan(guest, |of| of.seldom),
+    ),
 ];
 
 const fn workload(

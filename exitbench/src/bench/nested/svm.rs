@@ -13,7 +13,8 @@ macro_rules! skip {
 }
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags, this virtual interrupt and under these
-/// words of intercepts, and whose L1 does what is named `after` an exit. `paging` is done with the block's address in RDI.
+/// words of intercepts, and whose L1 does what is named `after` an exit. `paging` is done last,
+/// with the block's address in RDI.
 macro_rules! svm_program {
     ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal, flags: $flags:literal,
      interrupt: $interrupt:literal, $(paging: [$($paging:expr),*],)? before: [$($before:expr),*], instruction: $instruction:expr,
@@ -121,6 +122,13 @@ svm_program!(wrmsr, "nested_svm_wrmsr", third: "1 << 28", fourth: "0", flags: "2
     before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", after: skip!("2"));
 svm_program!(pio, "nested_svm_pio", third: "1 << 27", fourth: "0", flags: "2", interrupt: "0",
     before: [], instruction: "out %al, $0x80", after: skip!("2"));
+// L2 keeps the CR4 that L1 had.
+svm_program!(osxsave, "nested_svm_osxsave", third: "1 << 18", fourth: "0", flags: "2", interrupt: "0",
+    paging: ["mov %cr4, %rax; bts $18, %rax; mov %rax, %cr4; mov $0xd, %eax; xor %ecx, %ecx; cpuid; xor %ecx, %ecx; xor %edx, %edx; xsetbv"],
+    before: [], instruction: "cpuid", after: skip!("2"));
+svm_program!(seldom, "nested_svm_seldom", third: "1 << 18", fourth: "0", flags: "2", interrupt: "0",
+    before: [], instruction: "cpuid",
+    after: concat!(skip!("2"), "; mov exitbench_nested + 0x408, %rax; mov %rax, exitbench_nested + 0x408"));
 // A virtual interrupt waits that L2 can take, and L1 intercepts that: L2 exits before its first instruction.
 svm_program!(entry, "nested_svm_entry", third: "1 << 4", fourth: "0", flags: "0x202",
     interrupt: "1 << 8 | 1 << 20", before: [], instruction: "ud2", after: "nop");
@@ -133,5 +141,14 @@ svm_program!(page_fault, "nested_svm_page_fault", third: "0", fourth: "0", flags
         "mov exitbench_nested + 0x80, %rax; mov $0x67, %edx; ", map_page!()));
 
 /// The programs, for L1s of this kind.
-pub const PROGRAMS: super::Programs =
-    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio, entry, page_fault };
+pub const PROGRAMS: super::Programs = super::Programs {
+    cpuid,
+    hypercall: vmmcall,
+    hlt,
+    wrmsr,
+    pio,
+    entry,
+    page_fault,
+    osxsave,
+    seldom,
+};

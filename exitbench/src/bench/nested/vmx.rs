@@ -18,10 +18,11 @@ macro_rules! skip {
 }
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags and under these primary controls, and
-/// whose L1 does what is named `after` an exit. `ept` has what is done for EPT, the control and the fields.
+/// whose L1 does what is named `after` an exit. `ept` has what is done for EPT, the control and the fields; `l1_cr4`
+/// changes the CR4 in RAX, which L2 has, into L1's.
 macro_rules! vmx_program {
     ($function:ident, $name:literal, primary: $primary:literal, flags: $flags:literal,
-     $(ept: [$tables:expr, $control:literal, $fields:literal],)? before: [$($before:expr),*],
+     $(ept: [$tables:expr, $control:literal, $fields:literal],)? $(l1_cr4: $l1_cr4:literal,)? before: [$($before:expr),*],
      instruction: $instruction:expr, after: $after:expr) => {
         guest_program!(
             $function,
@@ -101,6 +102,7 @@ macro_rules! vmx_program {
                 "mov %cr4, %rax",
                 "mov $0x6804, %edx",
                 "vmwrite %rax, %rdx",
+                $($l1_cr4,)?
                 "mov $0x6c04, %edx",
                 "vmwrite %rax, %rdx",
                 "sgdt (%rsp)",
@@ -195,6 +197,11 @@ vmx_program!(wrmsr, "nested_vmx_wrmsr", primary: "0", flags: "2",
     before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", after: skip!("2"));
 vmx_program!(pio, "nested_vmx_pio", primary: "1 << 24", flags: "2",
     before: [], instruction: "out %al, $0x80", after: skip!("2"));
+vmx_program!(osxsave, "nested_vmx_osxsave", primary: "0", flags: "2",
+    l1_cr4: "bts $18, %rax; mov %rax, %cr4; mov $0xd, %eax; xor %ecx, %ecx; cpuid; xor %ecx, %ecx; xor %edx, %edx; xsetbv; mov %cr4, %rax", before: [], instruction: "cpuid", after: skip!("2"));
+vmx_program!(seldom, "nested_vmx_seldom", primary: "0", flags: "2",
+    before: [], instruction: "cpuid",
+    after: concat!(skip!("2"), "; mov $0x6806, %edx; vmread %rdx, %rax; vmwrite %rax, %rdx"));
 // L2 can take interrupts and L1 waits for that: L2 exits before its first instruction.
 vmx_program!(entry, "nested_vmx_entry", primary: "1 << 2", flags: "0x202",
     before: [], instruction: "ud2", after: "nop");
@@ -206,5 +213,14 @@ vmx_program!(page_fault, "nested_vmx_page_fault", primary: "0", flags: "2",
         "mov $0x2400, %edx; vmread %rdx, %rax; mov $0x37, %edx; ", map_page!()));
 
 /// The programs, for L1s of this kind.
-pub const PROGRAMS: super::Programs =
-    super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio, entry, page_fault };
+pub const PROGRAMS: super::Programs = super::Programs {
+    cpuid,
+    hypercall: vmcall,
+    hlt,
+    wrmsr,
+    pio,
+    entry,
+    page_fault,
+    osxsave,
+    seldom,
+};
