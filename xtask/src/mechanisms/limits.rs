@@ -43,8 +43,20 @@ impl Judge<'_> {
         match (&*self.rule.kind, &*self.rule.name) {
             ("cpuid", _) => self.cpuid(),
             (_, "") => self.toggles(),
+            (_, name) if name.contains(' ') => self.several(name),
             (_, name) => self.one(name).map(|(found, met, _)| (found, met)),
         }
+    }
+
+    /// Each of several workloads, with spaces between their names: all must meet the limit, and each says what was found.
+    fn several(&self, names: &str) -> Result<(String, bool)> {
+        let (mut found, mut met) = (Vec::new(), true);
+        for name in names.split(' ') {
+            let (text, holds, _) = self.one(name).with_context(|| name.to_owned())?;
+            found.push(format!("{name} {text}"));
+            met &= holds;
+        }
+        Ok((found.join(", "), met))
     }
 
     /// The same for one workload or task, as the limit's kind says, and the value that is held against the limit.
@@ -189,6 +201,24 @@ mod tests {
         assert_eq!(judged("other", 0.0), Some(true));
         assert_eq!(judged("other", 200.0), Some(false));
         assert_eq!(judged("interrupt", 200.0), Some(true));
+    }
+
+    #[test]
+    fn each_of_several_workloads_has_to_meet_a_limit() {
+        let trip = |name: &str| format!("nested_{name}");
+        let names = ["cpuid", "vmcall", "hlt", "wrmsr", "entry"].map(trip);
+        let judged = |last: Option<f64>| {
+            let host = |name: &String| match last {
+                Some(count) if *name == names[4] => json!({"vmread": 20.0, "vmwrite": count}),
+                None if *name == names[4] => json!({}),
+                _ => json!({"vmread": 20.0, "vmwrite": 20.0}),
+            };
+            let all = names.iter().map(|name| (name.clone(), json!({"host": host(name)})));
+            verdict("intel", &[run("gannet", "", all.collect())], "at most 40 VMREADs")
+        };
+        assert_eq!(judged(Some(20.0)), Some(true));
+        assert_eq!(judged(Some(21.0)), Some(false));
+        assert_eq!(judged(None), None, "one was not counted");
     }
 
     #[test]
