@@ -2,15 +2,14 @@
 //! side by side on this machine's CPUs. Both count instructions, so neither disturbs the other's figures.
 
 use crate::boot;
-use crate::module;
 use crate::options::Options;
 use crate::progress::Step;
 use crate::report::{Comparison, Figures, Side, write_whole};
+use crate::tools::{Tools, modules, prepare};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Counts, Event, Job, Layout, Machine, Module, guest, programs};
+use gannet_lab::{Counts, Event, Layout, Machine, Module, guest};
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Mutex;
 
 /// What exitbench writes, as far as it is read here.
@@ -47,46 +46,6 @@ impl Entry {
             (.., Some(reason), _) => Err(format!("failed: {reason}")),
             (.., Some(reason)) => Err(format!("skipped: {reason}")),
             _ => Err("no figures".to_owned()),
-        }
-    }
-}
-
-/// What every measurement on a machine needs.
-pub struct Tools {
-    pub exitbench: PathBuf,
-    /// Of the machine's emulator.
-    pub plugin: PathBuf,
-}
-
-impl Tools {
-    /// A job that counts, with exitbench in its machine.
-    pub fn job(&self, options: &Options, module: Module, parameters: &str, command: &str) -> Job {
-        let mut job = Job::new(options.machine(), options.kernel, module, command)
-            .file(&self.exitbench, "bin/exitbench");
-        job.parameters = parameters.to_owned();
-        job.counting = true;
-        job.plugin = Some(self.plugin.clone());
-        job
-    }
-}
-
-/// Makes sure of the lab and builds exitbench and the emulator's plugin.
-pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
-    layout.ensure(&["toolchain", options.machine().group(), "busybox"])?;
-    layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
-    let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
-    let plugin = programs::build_plugin(layout, options.machine())?;
-    Ok(Tools { exitbench, plugin })
-}
-
-/// Builds the module, and says on the way out what that means when it cannot be built.
-pub fn modules(layout: &Layout, options: &Options) -> Vec<Module> {
-    match module::build(layout, options.kernel) {
-        Ok(_) => vec![Module::Stock, Module::Gannet],
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            eprintln!("error: Gannet's half is missing below: gannet.ko does not build");
-            vec![Module::Stock]
         }
     }
 }

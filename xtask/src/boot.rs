@@ -1,8 +1,8 @@
 //! Boots the lab's Linux guest on a module: with its console streamed, or measured to the first line of its user space.
 
-use crate::bench::Tools;
 use crate::options::Options;
-use crate::{again, bench, module};
+use crate::tools::Tools;
+use crate::{again, module, tools};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{Event, Job, Layout, Machine, Module, Outcome, guest};
 use serde::Deserialize;
@@ -32,7 +32,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     if options.module == Module::Gannet {
         module::build(layout, options.kernel)?;
     }
-    let tools = bench::prepare(layout, options)?;
+    let tools = tools::prepare(layout, options)?;
     let job = job(layout, options, &tools, options.module, options.cpus, Kind::PLAIN)?;
     let mut print = |event: Event<'_>| {
         if let Event::Line(line) = event {

@@ -3,7 +3,7 @@
 
 use crate::options::Options;
 use crate::tally::Tally;
-use crate::{bench, labtest, module};
+use crate::{labtest, module, tools};
 use anyhow::Result;
 use gannet_lab::{Kernel, Layout, Module};
 
@@ -14,7 +14,7 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     module::build(layout, kernel)?;
     let mut tests = Vec::new();
     for options in options.for_machines().iter().rev() {
-        let tools = bench::prepare(layout, options)?;
+        let tools = tools::prepare(layout, options)?;
         tests.push(labtest::loads_and_unloads(options, kernel));
         for module in [Module::Stock, Module::Gannet] {
             tests.push(labtest::boots(layout, options, &tools, kernel, module, 1)?);

@@ -10,9 +10,9 @@
 //! guest with the older kernel `/guest-6.1/vmlinux` and `/guest-6.1/initramfs`. A command reports `ok NAME`, `not ok NAME: reason` or
 //! `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
 
-use crate::bench::Tools;
 use crate::progress::Step;
 use crate::tally::{Tally, Verdict};
+use crate::tools::Tools;
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{

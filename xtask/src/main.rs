@@ -26,6 +26,7 @@ mod switch_check;
 mod symbols;
 mod tally;
 mod test;
+mod tools;
 
 use anyhow::Result;
 use gannet_lab::{KERNELS, Kernel, Layout};

@@ -5,7 +5,7 @@
 use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
 use crate::report::{Comparison, Side, new_table, number, ratio};
-use crate::{bench, boot};
+use crate::{bench, boot, tools};
 use anyhow::Result;
 use comfy_table::{Cell, CellAlignment};
 use gannet_lab::{Event, Layout, Machine, Module};
@@ -16,7 +16,7 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 struct Task<'a> {
     options: &'a Options,
-    tools: &'a bench::Tools,
+    tools: &'a tools::Tools,
     module: Module,
     kind: Kind,
 }
@@ -36,10 +36,10 @@ enum Found {
 /// Runs it all; whether all went well.
 pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     let started = Instant::now();
-    let modules = bench::modules(layout, options);
+    let modules = tools::modules(layout, options);
     let machines = options.for_machines();
-    let tools = machines.iter().map(|options| bench::prepare(layout, options));
-    let tools: Vec<bench::Tools> = tools.collect::<Result<_>>()?;
+    let tools = machines.iter().map(|options| tools::prepare(layout, options));
+    let tools: Vec<tools::Tools> = tools.collect::<Result<_>>()?;
     let results = run_tasks(layout, tasks(&machines, &tools, &modules));
     let mut well = true;
     for options in &machines {
@@ -93,7 +93,7 @@ fn json_path(path: &Path, machine: Machine, machines: usize) -> PathBuf {
 /// The longest first: Bochs takes several times as long as QEMU.
 fn tasks<'a>(
     machines: &'a [Options],
-    tools: &'a [bench::Tools],
+    tools: &'a [tools::Tools],
     modules: &[Module],
 ) -> Vec<Task<'a>> {
     let mut tasks = Vec::new();
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn every_machine_measures_and_boots_each_module() {
         let options = crate::options::tests::parse(&[]).unwrap().for_machines();
-        let none = || bench::Tools { exitbench: PathBuf::new(), plugin: PathBuf::new() };
+        let none = || tools::Tools { exitbench: PathBuf::new(), plugin: PathBuf::new() };
         let tools = [none(), none()];
         let tasks = tasks(&options, &tools, &[Module::Stock, Module::Gannet]);
         assert_eq!(tasks.len(), 8);

@@ -3,7 +3,7 @@
 use crate::options::Options;
 use crate::progress::Step;
 use crate::tally::Tally;
-use crate::{bench, check, guest, labtest, module, sources};
+use crate::{check, guest, labtest, module, sources, tools};
 use anyhow::Result;
 use gannet_lab::{BY_OWN_NAME, KERNELS, Kernel, Layout, Machine, Module};
 use std::process::{Command, Stdio};
@@ -163,7 +163,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
     let mut tests = Vec::new();
     // The longest first: those of Bochs.
     for options in options.for_machines().iter().rev() {
-        let tools = bench::prepare(layout, options)?;
+        let tools = tools::prepare(layout, options)?;
         for kernel in BY_OWN_NAME {
             tests.push(labtest::machine_runs(options, kernel));
             tests.push(labtest::boots(layout, options, &tools, kernel, Module::Stock, 1)?);

@@ -4,11 +4,12 @@
 use super::plan::{Plan, engine};
 use super::results::{All, Figures, Numbers, Results, Run};
 use crate::again;
-use crate::bench::{self, Entry, Report, Tools};
+use crate::bench::{Entry, Report};
 use crate::boot::BootReport;
 use crate::module;
 use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
+use crate::tools::{self, Tools};
 use anyhow::Result;
 use gannet_lab::{Counts, Event, Job, Layout, Outcome, guest, untimed};
 use minijinja::{context, value::Serde};
@@ -21,7 +22,7 @@ const PART: &str = "MECHANISMS-PART ";
 pub fn measure(layout: &Layout, plan: &Plan, options: &Options) -> Result<All> {
     let (mut all, mut places, mut queue) = (All::default(), Vec::new(), Vec::new());
     for options in options.for_machines() {
-        let tools = bench::prepare(layout, &options)?;
+        let tools = tools::prepare(layout, &options)?;
         let (on, release) = (options.machine(), layout.release(options.kernel)?);
         places.push((tools, options));
         all.machines.push(Results { machine: on.name().to_owned(), release, runs: plan.runs(on)? });
