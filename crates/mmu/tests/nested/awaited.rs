@@ -125,6 +125,22 @@ fn nothing_is_made_after_a_flush() {
     not_made_after(|machine, _| machine.vcpus[0].borrow_mut().roots.flush_of(9 << 12 | 0x1e));
 }
 
+/// What a CPU keeps of the way to an address ends with the violation there (SDM vol. 3C §29.4.3.1): L1 may change the upper
+/// entries without a flush.
+#[test]
+fn nothing_is_made_by_a_way_that_l1_has_changed() {
+    // It leads elsewhere.
+    not_made_after(|machine, kind| machine.poke(3, 0, 5 << 12 | full(&kind)));
+    // It grants no writing any more.
+    not_made_after(|machine, kind| machine.poke(3, 0, (4 << 12 | full(&kind)) & !2));
+    // The access is to set its flag again.
+    not_made_after(|machine, kind| {
+        machine.poke(3, 0, (4 << 12 | full(&kind)) & !flags(&kind)[0]);
+    });
+    // It is gone.
+    not_made_after(|machine, _| machine.poke(2, 0, 0));
+}
+
 #[test]
 fn nothing_is_made_behind_another_root() {
     not_made_after(|machine, kind| {

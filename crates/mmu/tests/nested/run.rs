@@ -1,7 +1,7 @@
 //! Random hypervisors: edits of tables that lead to each other in every way, accesses of L2's, flushes, other
 //! roots, and a host that takes frames back.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 
 use gannet_mmu::Marks;
 use gannet_mmu::nested::walk::translate;
@@ -197,24 +197,35 @@ impl Run {
     }
 
     /// L1 hears of an absent entry, makes it, and enters L2. What that has made is held against the tables as after a flush:
-    /// nothing was there before that could be stale.
+    /// nothing was there before that could be stale. Sometimes it changes an upper entry, too, without a flush: of the way to
+    /// that address a CPU keeps nothing.
     fn serve(&self, vcpu: usize, gpa: u64, access: &Access, target: u16, flags: u16) {
         let machine = &self.machine;
         // In a table of the lowest level that is there: what L1 would write first.
-        let last = {
+        let way = {
             let vcpu = machine.vcpus[vcpu].borrow();
-            let found = Cell::new(None);
+            let way = RefCell::new(Vec::new());
             let _ = vcpu.kind.walk(vcpu.root, gpa, access, |at| {
-                found.set(Some((found.get().map_or(1, |(n, _)| n + 1), at)));
+                way.borrow_mut().push(at);
                 machine.read(at)
             });
-            found.get().filter(|(levels, _)| *levels == vcpu.kind.levels())
+            let way = way.into_inner();
+            if way.len() as u64 == u64::from(vcpu.kind.levels()) { way } else { return }
         };
-        let Some((_, last)) = last else { return };
+        let [.., upper, last] = *way else { return };
         self.poke(last >> 12, last >> 3 & 511, 0);
         machine.flush(vcpu);
         let told = machine.access(vcpu, gpa, access);
         self.poke(last >> 12, last >> 3 & 511, entry(&self.kind, target, flags));
+        if target & 3 == 0 {
+            let one_bit = machine.read(upper).map(|entry| entry ^ 1 << (target >> 2 & 15));
+            let other = entry(&self.kind, flags, target);
+            self.poke(
+                upper >> 12,
+                upper >> 3 & 511,
+                if flags & 1 == 0 { one_bit.unwrap_or(other) } else { other },
+            );
+        }
         let tables = || (1..14).flat_map(|gfn| INDICES.map(|index| (gfn, index)));
         let before: Vec<u64> = tables().map(|(gfn, n)| machine.peek(gfn, n)).collect();
         machine.enter(vcpu);

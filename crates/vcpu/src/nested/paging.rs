@@ -233,6 +233,8 @@ impl<B: Backend> Vcpu<B> {
         let Some(mut guard) = pages.try_lock() else { return Next::Done };
         match guard.nested_switch(&memory.view(s), &mut stage.roots, &tables) {
             NestedSwitch::Ready(root) => {
+                // L2 runs with other tables first: what is there when it comes back, faults tell.
+                stage.roots.forget_awaited();
                 nested.set_nested_root(root.hpa, tables.tracks_ept());
                 roots.nested_found();
                 Next::Again
@@ -292,6 +294,8 @@ impl<B: Backend> Vcpu<B> {
                 memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
             }
         };
+        // L2 may be entered now: its next fault is another.
+        stage.roots.forget_awaited();
         nested.set_nested_root(root.hpa, tables.tracks_ept());
         roots.nested_found();
         Ok(())

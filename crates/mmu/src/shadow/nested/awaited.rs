@@ -1,8 +1,9 @@
 //! The entry whose absence L1 was told of: made when L1 enters L2 again, and not by a second fault.
 //!
 //! L1 makes its own entry and flushes nothing, for an absent one is in no TLB. So L2 would fault once more, only to have
-//! that entry found. A CPU may read L1's tables whenever it likes and keep what it finds as long as L1 flushes nothing, and
-//! this is no more than that: like what is made ahead of a fault, it sets no flag of L1's and replaces nothing.
+//! that entry found. A CPU may read L1's tables whenever L2 runs and keep what it finds as long as L1 flushes nothing. Of the
+//! way to this address it keeps nothing from before, so that each of L1's entries on it is looked at as it is now. Like what is
+//! made ahead of a fault, this sets no flag of L1's and replaces nothing.
 
 use super::super::State;
 use super::super::arena::PageId;
@@ -24,22 +25,11 @@ impl State {
         }
     }
 
-    /// The page of the lowest level on an address's way, by the links alone. They were L1's entries when the fault was
-    /// told, and what L1 has not flushed since may still be used.
-    #[inline]
-    fn linked_way(&self, top: PageId, gpa: u64) -> Option<PageId> {
-        let (mut id, mut page) = (top, self.arena.page(top));
-        for level in (2..=page.role.get().level()).rev() {
-            // A link that went meanwhile is made by a fault; so is a page's part of a large one.
-            id = Some(page.kid(index_at(gpa, level))).filter(|kid| *kid != 0)?;
-            page = self.arena.page(id);
-        }
-        (!page.role.get().is_direct()).then_some(id)
-    }
-
     /// `None`: L1's entry is not there, or it takes a fault to follow it.
     fn nested_arrived(&self, view: &View<'_>, top: PageId, access: &NestedAccess) -> Option<()> {
-        let (id, index) = (self.linked_way(top, access.gpa)?, index_at(access.gpa, 1));
+        // A violation ends what a CPU keeps of the way to its address (SDM vol. 3C §29.4.3.1): L1 may have changed the
+        // upper entries without a flush.
+        let (id, index) = (self.nested_way(view, top, access.gpa)?, index_at(access.gpa, 1));
         let page = self.arena.page(id);
         // To replace an entry takes a flush.
         if page.present.has(index) {

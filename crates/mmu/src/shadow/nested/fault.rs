@@ -123,7 +123,7 @@ impl State {
 
     /// The page of the lowest level on an address's way, where each link is what L1's entry says now.
     #[inline(always)]
-    fn nested_way(&self, view: &View<'_>, top: PageId, gpa: u64) -> Option<PageId> {
+    pub(super) fn nested_way(&self, view: &View<'_>, top: PageId, gpa: u64) -> Option<PageId> {
         let (mut id, mut page) = (top, self.arena.page(top));
         let role = page.role.get();
         // Indices are taken modulo 512: an address beyond the tables would find the entry of a
