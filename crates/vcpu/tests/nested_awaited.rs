@@ -4,6 +4,7 @@ mod rig;
 
 use std::sync::atomic::Ordering;
 
+use backend::{RAX, RCX};
 use gannet_vcpu::UserExit;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
@@ -90,6 +91,41 @@ fn what_l1_has_not_made_is_not_there() {
 fn a_round_trip_that_no_fault_began_looks_for_nothing() {
     let mut machine = hypervisor();
     machine.then(exit(ExitReason::Cpuid));
+    l1_pauses(&mut machine);
+    machine.put(LEAVES + LATER * 8, THERE << 12 | ALL);
+    assert_eq!(made_at_entry(&mut machine), 0);
+}
+
+/// L1 writes its EPT pointer: the value in RAX, the encoding in RCX.
+fn writes_ept_pointer(machine: &mut Hypervisor, pointer: u64) {
+    machine.then(move |vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP) & !0xff, L1_RIP & !0xff);
+        exit(ExitReason::Vmwrite)(vmcs, gprs);
+        vmcs.set(field::INSTRUCTION_INFO, 1 << 10 | 1 << 28);
+        (gprs.0[RAX], gprs.0[RCX]) = (pointer, field::EPT_POINTER.encoding().into());
+    });
+}
+
+/// The fault was under the first tables; L2 has run with others since.
+#[test]
+fn an_entry_with_other_tables_ends_the_look() {
+    const OTHERS: u64 = 0x1_8000;
+    let mut machine = hypervisor();
+    machine.put(OTHERS, (TABLES + 0x1000) | 0x107);
+    let enters_by = |machine: &mut Hypervisor, pointer: u64| {
+        writes_ept_pointer(machine, pointer | 0x5e);
+        machine.then(exit(ExitReason::Vmresume));
+        machine.then(exit(ExitReason::Cpuid));
+    };
+    // Both roots are there.
+    machine.then(exit(ExitReason::Cpuid));
+    enters_by(&mut machine, OTHERS);
+    enters_by(&mut machine, TABLES);
+    writes_ept_pointer(&mut machine, TABLES | 0x5e);
+    machine.then(exit(ExitReason::Vmresume));
+    faults(&mut machine, LATER);
+    enters_by(&mut machine, OTHERS);
+    enters_by(&mut machine, TABLES);
     l1_pauses(&mut machine);
     machine.put(LEAVES + LATER * 8, THERE << 12 | ALL);
     assert_eq!(made_at_entry(&mut machine), 0);
