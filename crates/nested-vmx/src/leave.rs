@@ -111,8 +111,9 @@ impl Report {
         }
         // The length is of the instruction that exits, or of the one that raises a software event.
         report.length = exit.get(field::INSTRUCTION_LENGTH);
-        // Undefined for all others (§28.2.5).
-        if has_information(reason) {
+        // Undefined for all others (§28.2.5). Of port accesses INS and OUTS have it.
+        let plain = reason == ExitReason::Io && report.qualification & x86::vmcs::io::STRING == 0;
+        if has_information(reason) && !plain {
             report.information = exit.get(field::INSTRUCTION_INFO);
         }
         addresses(&mut report, exit);

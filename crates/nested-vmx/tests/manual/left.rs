@@ -72,10 +72,13 @@ pub fn is_in_delivery(reason: u64) -> bool {
     matches!(reason, 0 | 9 | 44 | 48 | 49 | 62)
 }
 
-/// Reasons with instruction information (§28.2.5).
-fn is_informed(reason: u64) -> bool {
+/// Exits with instruction information (§28.2.5): of port accesses INS and OUTS (table 28-8), which are strings.
+fn is_informed(x: &Exit) -> bool {
+    if x.reason == 30 && !bit(x.qualification, 4) {
+        return false;
+    }
     matches!(
-        reason,
+        x.reason,
         19 | 21..=23 | 25 | 27 | 30 | 46 | 47 | 50 | 53 | 57 | 58 | 61 | 63 | 64 | 67 | 68
     )
 }
@@ -100,7 +103,7 @@ impl Told {
             vectoring: if delivers { x.vectoring } else { 0 },
             vectoring_error: x.vectoring_error,
             length: x.length,
-            information: if is_informed(x.reason) { x.information } else { 0 },
+            information: if is_informed(x) { x.information } else { 0 },
             linear: linear.then_some(x.linear),
             physical: matches!(x.reason, 48 | 49).then_some(x.physical),
         }

@@ -385,7 +385,9 @@ impl Model {
         self.set(0x4404, 0);
         self.set(0x4408, 0);
         self.set(0x440c, hardware.values[0x440c]);
-        self.set(0x440e, if reason == 30 { hardware.values[0x440e] } else { 0 });
+        // Strings: INS and OUTS.
+        let informed = reason == 30 && qualification >> 4 & 1 == 1;
+        self.set(0x440e, if informed { hardware.values[0x440e] } else { 0 });
         if reason == 48 {
             self.set(0x2400, hardware.values[0x2400]);
         }
