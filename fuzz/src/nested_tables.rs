@@ -39,6 +39,7 @@ fn op(bytes: &mut Bytes<'_>) -> Op {
         67 => ToggleRom(bytes.u8()),
         68 => Age(bytes.u8()),
         69 => Limit(bytes.u8()),
+        71 => Serve(bytes.u8(), bytes.u8(), bytes.u8(), bytes.u16(), bytes.u16()),
         _ => Release(bytes.u8()),
     }
 }

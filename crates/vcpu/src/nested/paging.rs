@@ -56,9 +56,9 @@ pub(crate) struct Stage {
 impl Stage {
     #[inline(never)]
     fn new() -> Result<KBox<Self>, NoMemory> {
-        const ROOTS: NestedRoots = NestedRoots::new();
         let fetch = crate::code_fetch()?;
-        KBox::make(|| Self { tables: None, roots: ROOTS, fetch, refused: None, missing: None })
+        let roots = NestedRoots::new();
+        KBox::make(|| Self { tables: None, roots, fetch, refused: None, missing: None })
     }
 }
 
