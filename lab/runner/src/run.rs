@@ -198,13 +198,14 @@ fn run_in(
     let followed = follow(job, &clock, output, &mut monitor, &mut console, &mut port, on_event);
     if let Err(reason) = followed {
         let ran = clock.elapsed().as_secs();
-        let mut text = console.text + &serial();
+        let text = console.text + &serial();
+        let mut tail = Outcome { console: text, ..Outcome::default() }.tail(15);
         if job.machine == Machine::Amd {
             let state = state(&mut monitor);
-            std::fs::write(folder.join("state"), &state)?;
-            text.push_str(&positions(&state));
+            // The reason is to be told, whatever becomes of the file.
+            let _ = std::fs::write(folder.join("state"), &state);
+            tail = format!("{tail}\n{}", positions(&state));
         }
-        let tail = Outcome { console: text, ..Outcome::default() }.tail(15);
         bail!("{reason} (it ran for {ran} s); it ends with:\n{tail}");
     }
     let status = process.0.wait()?;

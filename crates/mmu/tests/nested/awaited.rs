@@ -229,3 +229,94 @@ fn what_stands_there_already_is_not_replaced() {
         machine.audit();
     }
 }
+
+/// L2 has read through a read-only entry, and L1 is told of its write. L1 changes what it likes, and flushes nothing: a violation has
+/// ended what a CPU keeps of the address.
+fn told_of_a_write(kind: Kind) -> Machine {
+    let machine = told(kind, false, &Access::READ);
+    machine.poke(4, 20, (GPA | page(&kind)) & !2);
+    machine.enter(0);
+    assert!(machine.find_frame(30, true));
+    machine.access(0, GPA, &Access::READ).unwrap();
+    assert_eq!(look(&machine).unwrap().pfn, machine.pages[20].hpa().0 >> 12);
+    machine
+}
+
+fn kinds() -> [Kind; 3] {
+    let Kind::Ept { execute_only, pages_2m, pages_1g, width, apic, .. } = ept() else {
+        unreachable!()
+    };
+    [npt(), ept(), Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic }]
+}
+
+#[test]
+fn what_l1_maps_elsewhere_behind_a_violation_is_seen() {
+    for kind in kinds() {
+        // The entry was absent meanwhile, or lacked a right.
+        for meanwhile in [Some(0), None] {
+            let machine = told_of_a_write(kind);
+            if let Some(entry) = meanwhile {
+                machine.poke(4, 20, entry);
+            }
+            assert!(matches!(machine.access(0, GPA, &Access::WRITE), Err(Refused::L1(_))));
+            machine.poke(4, 20, 30 << 12 | page(&kind));
+            machine.enter(0);
+            machine.access(0, GPA, &Access::READ).unwrap();
+            assert_eq!(look(&machine).unwrap().pfn, machine.pages[30].hpa().0 >> 12, "{kind:?}");
+            machine.check(0, GPA);
+            machine.audit();
+        }
+    }
+}
+
+#[test]
+fn what_l1_takes_away_behind_a_violation_is_gone() {
+    for kind in kinds() {
+        let machine = told_of_a_write(kind);
+        assert!(matches!(machine.access(0, GPA, &Access::WRITE), Err(Refused::L1(_))));
+        machine.poke(4, 20, 0);
+        machine.enter(0);
+        assert!(matches!(machine.access(0, GPA, &Access::READ), Err(Refused::L1(_))), "{kind:?}");
+        machine.audit();
+    }
+}
+
+/// Table 4 is reached by another address, too, and filled there; L1 has put table 5 in its place for this one.
+#[test]
+fn a_table_that_l1_has_replaced_before_a_violation_is_not_gone_through() {
+    for kind in kinds() {
+        let machine = told(kind, false, &Access::READ);
+        assert!(machine.find_frame(31, true));
+        machine.poke(5, 20, 0);
+        machine.poke(3, 0, 5 << 12 | full(&kind));
+        assert!(matches!(machine.access(0, GPA, &Access::READ), Err(Refused::L1(_))));
+        machine.poke(5, 20, 31 << 12 | page(&kind));
+        machine.poke(4, 20, 20 << 12 | page(&kind));
+        machine.poke(3, 1, 4 << 12 | full(&kind));
+        machine.enter(0);
+        machine.access(0, 1 << 21 | GPA, &Access::READ).unwrap();
+        machine.access(0, GPA, &Access::READ).unwrap();
+        assert_eq!(look(&machine).unwrap().pfn, machine.pages[31].hpa().0 >> 12, "{kind:?}");
+        machine.audit();
+    }
+}
+
+#[test]
+fn a_large_page_that_l1_takes_away_behind_a_violation_is_gone() {
+    for kind in kinds() {
+        let machine = told(kind, false, &Access::READ);
+        let large = LARGE << 12 | page(&kind) | 1 << 7;
+        machine.poke(3, 1, large & !2);
+        for gfn in [LARGE, LARGE + 20] {
+            assert!(machine.find_frame(gfn, true));
+        }
+        machine.enter(0);
+        let at = 1 << 21 | GPA;
+        machine.access(0, at, &Access::READ).unwrap();
+        assert!(matches!(machine.access(0, at, &Access::WRITE), Err(Refused::L1(_))));
+        machine.poke(3, 1, 0);
+        machine.enter(0);
+        assert!(matches!(machine.access(0, at, &Access::READ), Err(Refused::L1(_))), "{kind:?}");
+        machine.audit();
+    }
+}

@@ -213,8 +213,11 @@ impl Run {
             if way.len() as u64 == u64::from(vcpu.kind.levels()) { way } else { return }
         };
         let [.., upper, last] = *way else { return };
-        self.poke(last >> 12, last >> 3 & 511, 0);
-        machine.flush(vcpu);
+        // Or of one that is there, and lacks a right.
+        if flags & 2 == 0 {
+            self.poke(last >> 12, last >> 3 & 511, 0);
+            machine.flush(vcpu);
+        }
         let told = machine.access(vcpu, gpa, access);
         self.poke(last >> 12, last >> 3 & 511, entry(&self.kind, target, flags));
         if target & 3 == 0 {

@@ -96,6 +96,8 @@ impl State {
         let grant = match role.read(entry) {
             Reading::Leaf(grant) => role.grant().and(grant),
             Reading::Absent => {
+                // As behind any refusal: what stands there is of an entry that is gone.
+                self.drop_entry(id, index);
                 roots.await_entry(top, access);
                 return Some(self.refuse(access, role, Refusal::Absent));
             }
@@ -167,10 +169,41 @@ impl State {
         access: &NestedAccess,
     ) -> NestedFault {
         let mut walk = Walk { steps: [Step::NONE; 5], top: 0, leaf: 0, grant: Grant::ALL };
-        match self.nested_walk(view, top, access, &mut walk) {
+        let fault = match self.nested_walk(view, top, access, &mut walk) {
             Ok(()) => self.nested_fix(view, roots, &mut walk, access),
             Err(fault) => fault,
+        };
+        if matches!(fault, NestedFault::L1(L1Fault::Npf { .. } | L1Fault::Violation { .. })) {
+            self.drop_way(view, top, access.gpa);
         }
+        fault
+    }
+
+    /// Drops what the pages keep of an address's translation, of whose violation L1 is told: such a violation ends what a CPU keeps
+    /// of it (SDM vol. 3C §29.4.3.1), and L1 may make another entry there without a flush. The first link that is not what
+    /// L1's entry says now goes, or what stands at the end of the way. The CPU has flushed its own; what others keep is theirs, and
+    /// the frame is known to the tree: a withdrawal flushes, whatever stands here.
+    fn drop_way(&self, view: &View<'_>, top: PageId, gpa: u64) {
+        let (mut id, mut page) = (top, self.arena.page(top));
+        // Beyond the reach of the tables nothing is kept, and the index is that of a lower address.
+        if gpa >> page.role.get().reach() != 0 {
+            return;
+        }
+        while page.role.get().level() > 1 {
+            let role = page.role.get();
+            let index = index_at(gpa, role.level());
+            let kid = page.kid(index);
+            let entry = self
+                .table_of(view, id)
+                .and_then(|table| view.load_u64(&table, role.nested_offset(index)));
+            // A large page, or one in parts, is L1's last entry.
+            let ends = kid == 0 || self.arena.page(kid).role.get().is_direct();
+            if ends || entry != Some(page.copy(index)) {
+                return self.drop_entry(id, index);
+            }
+            (id, page) = (kid, self.arena.page(kid));
+        }
+        self.drop_entry(id, index_at(gpa, 1));
     }
 
     #[cold]
