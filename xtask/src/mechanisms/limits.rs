@@ -206,11 +206,11 @@ mod tests {
     #[test]
     fn each_of_several_workloads_has_to_meet_a_limit() {
         let trip = |name: &str| format!("nested_{name}");
-        let names = ["cpuid", "vmcall", "hlt", "wrmsr", "entry"].map(trip);
+        let names = ["cpuid", "vmcall", "hlt", "wrmsr", "pio", "entry"].map(trip);
         let judged = |last: Option<f64>| {
             let host = |name: &String| match last {
-                Some(count) if *name == names[4] => json!({"vmread": 20.0, "vmwrite": count}),
-                None if *name == names[4] => json!({}),
+                Some(count) if *name == names[5] => json!({"vmread": 20.0, "vmwrite": count}),
+                None if *name == names[5] => json!({}),
                 _ => json!({"vmread": 20.0, "vmwrite": 20.0}),
             };
             let all = names.iter().map(|name| (name.clone(), json!({"host": host(name)})));
