@@ -320,3 +320,20 @@ fn a_large_page_that_l1_takes_away_behind_a_violation_is_gone() {
         machine.audit();
     }
 }
+
+/// A bit that means nothing, or a flag that L1 takes back: what is below stays, for to link it anew is to look at all of it.
+#[test]
+fn a_link_that_leads_where_it_led_stays() {
+    for kind in kinds() {
+        for changed in [1 << 11, flags(&kind)[0]] {
+            let machine = told_of_a_write(kind);
+            machine.poke(3, 0, (4 << 12 | full(&kind)) ^ changed);
+            assert!(matches!(machine.access(0, GPA, &Access::WRITE), Err(Refused::L1(_))));
+            assert_eq!(look(&machine), None);
+            let root = machine.vcpus[0].borrow().roots.current().unwrap();
+            let beside = machine.hardware.look(&root, 30 << 12, None);
+            assert!(beside.is_some(), "{kind:?} {changed:#x}");
+            machine.audit();
+        }
+    }
+}

@@ -173,6 +173,7 @@ impl State {
             Ok(()) => self.nested_fix(view, roots, &mut walk, access),
             Err(fault) => fault,
         };
+        // Not where a table has to be brought first: the fault is taken again, and tells then what it has replaced.
         if matches!(fault, NestedFault::L1(L1Fault::Npf { .. } | L1Fault::Violation { .. })) {
             self.drop_way(view, top, access.gpa);
         }
@@ -198,7 +199,15 @@ impl State {
                 .and_then(|table| view.load_u64(&table, role.nested_offset(index)));
             // A large page, or one in parts, is L1's last entry.
             let ends = kid == 0 || self.arena.page(kid).role.get().is_direct();
-            if ends || entry != Some(page.copy(index)) {
+            // What it leads to counts, and not each bit: to link it anew is to look at all that is below.
+            let leads = |entry| match role.read(entry) {
+                Reading::Table(grant) => {
+                    let (to, below) = (self.arena.page(kid), role.nested_below(index, grant));
+                    to.gfn.get() == role.table_frame(entry) && to.role.get() == below
+                }
+                _ => false,
+            };
+            if ends || !entry.is_some_and(leads) {
                 return self.drop_entry(id, index);
             }
             (id, page) = (kid, self.arena.page(kid));
