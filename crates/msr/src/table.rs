@@ -55,7 +55,7 @@ macro_rules! msrs {
             XSS                [saved]              []
                 "components that the guest may have (none on AMD); guest: with XSAVES";
             DEBUGCTL           [saved]              []
-                "LBR and BTF; on AMD 5:2 are ignored, and where the CPU virtualizes the records BTF is";
+                "LBR and BTF; on Intel reads do not exit; on AMD 5:2 are ignored, and where the CPU virtualizes the records BTF is";
             LAST_BRANCH_FROM   [saved if lbr]       []
                 "read only for a guest; host: any value where the CPU virtualizes the records, else 0";
             LAST_BRANCH_TO     [saved if lbr]       []          "as LAST_BRANCH_FROM";
