@@ -182,7 +182,7 @@ impl State {
 
     /// Drops what the pages keep of an address's translation, of whose violation L1 is told: such a violation ends what a CPU keeps
     /// of it (SDM vol. 3C §29.4.3.1), and L1 may make another entry there without a flush. The first link that is not what
-    /// L1's entry says now goes, or what stands at the end of the way. The CPU has flushed its own; what others keep is theirs, and
+    /// L1's entry says now goes, or what stands at the end of the way. An Intel CPU has flushed its own; what others keep is theirs, and
     /// the frame is known to the tree: a withdrawal flushes, whatever stands here.
     fn drop_way(&self, view: &View<'_>, top: PageId, gpa: u64) {
         let (mut id, mut page) = (top, self.arena.page(top));
