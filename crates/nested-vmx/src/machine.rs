@@ -155,6 +155,8 @@ pub struct Machine {
     behind: Groups,
     /// What was behind when L2 was entered last, until it has left: it still is if the entry fails.
     entered_behind: Groups,
+    /// The one field of what is behind that was fetched by itself since the exit.
+    alone: Option<u16>,
     /// The shadow VMCS that serves L1.
     mirror: mirror::Mirror,
     /// What an exit loads as L1's segments may be other than [`Machine::take_host_change`] was told last.
@@ -201,6 +203,7 @@ impl Machine {
         unchecked: Groups::ALL,
         behind: Groups::NONE,
         entered_behind: Groups::NONE,
+        alone: None,
         mirror: mirror::Mirror::UNKNOWN,
         host_changed: true,
         vm86: false,
@@ -470,6 +473,7 @@ impl Machine {
         // What vmcs02 has of L2 belongs to a VMCS that is no longer current.
         self.behind = Groups::NONE;
         self.entered_behind = Groups::NONE;
+        self.alone = None;
         // What L1 has written into the hardware's shadow VMCS was for the VMCS that goes. Who wants it takes it before.
         self.mirror.drop_writes();
         self.release_enlightened();

@@ -142,6 +142,12 @@ impl Vmcs12 {
         differs
     }
 
+    /// Sets a field to what the hardware's VMCS has.
+    pub(crate) fn put(&mut self, named: Named, value: u64) {
+        // Of a field that L0 composed L1 is told what the hardware says, whatever it was.
+        self.store(named, value);
+    }
+
     fn store(&mut self, named: Named, value: u64) -> bool {
         let (word, bit) = position(named.place.offset);
         let word = &mut self.words[word & (WORDS - 1)];

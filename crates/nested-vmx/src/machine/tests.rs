@@ -490,6 +490,48 @@ fn what_l2_has_left_in_the_hardware_is_fetched_when_it_is_asked_for() {
     assert_eq!(hardware.has(field::GUEST_FS_BASE), 1);
 }
 
+/// The first field that L1 asks for comes by itself, and all of its group with the second, or with another value.
+#[test]
+fn one_field_that_is_asked_for_is_fetched_by_itself() {
+    let mut guest = Guest::with_vmcs();
+    let mut hardware = Vmcs02::new();
+    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
+    hardware.set(field::GUEST_ES_BASE, 0x7777);
+    hardware.set(field::GUEST_DS_BASE, 0x8888);
+    let [es, ds] = [field::GUEST_ES_BASE, field::GUEST_DS_BASE].map(|f| u64::from(f.encoding()));
+    let segments = Groups::of(Group::Segments);
+    let read = |field: u64| Instruction::Vmread { field, to: Place::Register(0) };
+    let write = |field, value| Instruction::Vmwrite { field, from: Place::Register(0), value };
+    // What is not in the hardware as L1 is to read it, or whose value lies in memory, is not.
+    let cr4 = u64::from(field::GUEST_CR4.encoding());
+    let registers = Groups::of(Group::ControlRegisters);
+    assert_eq!(guest.machine.asks_one(&read(cr4), registers), None);
+    let cr3 = u64::from(field::GUEST_CR3.encoding());
+    assert_eq!(guest.machine.asks_one(&read(cr3), registers).map(u64::from), Some(cr3));
+    let from_memory = Instruction::Vmwrite { field: es, from: Place::Memory(Ok(0)), value: 0 };
+    assert_eq!(guest.machine.asks_one(&from_memory, segments), None);
+    assert_eq!(guest.machine.asks_one(&read(es), Groups::NONE), None);
+    let one = guest.machine.asks_one(&read(es), segments);
+    assert_eq!(one.map(u64::from), Some(es));
+    guest.machine.put_alone(es as u16, 0x7777);
+    assert_eq!(guest.machine.needs(&read(es)), Groups::NONE);
+    assert_eq!(guest.read(es), Ok(Then::Register(0, 0x7777)));
+    // The same value changes nothing; another one is of a group that has to be whole.
+    assert_eq!(guest.machine.needs(&write(es, 0x7777)), Groups::NONE);
+    assert_eq!(guest.machine.needs(&write(es, 0x7778)), segments);
+    // 32-bit code writes the lower half, which is another value.
+    guest.machine.put_alone(es as u16, 0x1_0000_7777);
+    assert_eq!(guest.machine.needs(&write(es, 0x1_0000_7777)), segments);
+    assert_eq!(guest.machine.asks_one(&read(ds), segments), None);
+    assert_eq!(guest.machine.needs(&read(ds)), segments);
+    // The entry has nothing to compose of it, and the next exit leaves it anew.
+    guest.machine.put_alone(es as u16, 0x7777);
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), Groups::NONE);
+    round_trip(&mut guest, &mut hardware, Instruction::Vmresume);
+    assert_eq!(guest.machine.needs(&read(es)), segments);
+    assert!(guest.machine.asks_one(&read(ds), segments).is_some());
+}
+
 /// L2 that has set CR0.PE itself and gone on to virtual-8086 mode: CR0 is asked for before the entry looks at it.
 #[test]
 fn an_entry_asks_for_cr0_where_rflags_or_efer_depend_on_it() {

@@ -3,10 +3,15 @@
 use x86::vmcs::place;
 use x86::vmcs::{EntryControls, Group, Groups, ProcControls2, Shadow, event, field};
 
-use super::{Instruction, Level, Machine};
+use super::{Instruction, Level, Machine, Place};
 use crate::checks::guest::activity_state;
 use crate::leave::{self, Exit, Known, Report};
 use crate::{EntryFailure, GuestMemory};
+
+/// Groups whose fields are in the hardware's VMCS as L1 is to read them.
+const PLAIN: Groups = Groups::of(Group::Segments).union(Groups::of(Group::Sysenter));
+
+const CR3: u64 = field::GUEST_CR3.encoding() as u64;
 
 impl Machine {
     /// L2 runs: a state was restored.
@@ -31,6 +36,7 @@ impl Machine {
         self.mirror.due = true;
         // All of REST, whether or not L2 has changed it: to find out would be the VMREADs that are to be spared.
         self.behind = leave::REST;
+        self.alone = None;
         if self.owes != 0 {
             self.pay(exit, known, memory);
         }
@@ -106,6 +112,7 @@ impl Machine {
         // L2 has not run: what VMCS12 lacked it lacks still, and the hardware's VMCS has it.
         let lacked = core::mem::replace(&mut self.entered_behind, Groups::NONE);
         self.behind = self.behind.union(lacked);
+        self.alone = None;
         self.mirror.due = true;
         self.level = Level::L1;
         self.run_pending = false;
@@ -129,7 +136,13 @@ impl Machine {
             return Groups::NONE;
         }
         match *instruction {
+            Instruction::Vmread { field, .. } if self.is_alone(field) => Groups::NONE,
             Instruction::Vmread { field, .. } => self.behind_field(field, Shadow::Read),
+            Instruction::Vmwrite { field, from: Place::Register(_), value }
+                if self.is_alone(field) && self.holds(field, value) =>
+            {
+                Groups::NONE
+            }
             Instruction::Vmwrite { field, .. } => self.behind_field(field, Shadow::ReadWrite),
             Instruction::Vmlaunch | Instruction::Vmresume => self.behind_entry(),
             // These write the VMCS into L1's memory, or make another the current one.
@@ -141,6 +154,43 @@ impl Machine {
             | Instruction::Invept { .. }
             | Instruction::Invvpid { .. } => Groups::NONE,
         }
+    }
+
+    /// The field that an instruction asks for, if it can be fetched by itself ([`Self::put_alone`]) and not with its group: the
+    /// first since the exit, in a group whose fields the hardware has as L1 is to read them. `needs` is [`Self::needs`] of it.
+    pub fn asks_one(&self, instruction: &Instruction, needs: Groups) -> Option<u16> {
+        // An L1 that asks for a second one emulates, and will ask for more.
+        if self.alone.is_some() || needs.is_empty() {
+            return None;
+        }
+        let (Instruction::Vmread { field, .. }
+        | Instruction::Vmwrite { field, from: Place::Register(_), .. }) = *instruction
+        else {
+            return None;
+        };
+        // CR0 and CR4 are put together of several.
+        let is_plain = needs.without(PLAIN).is_empty() || field == CR3;
+        u16::try_from(field).ok().filter(|_| is_plain)
+    }
+
+    /// Takes the field that [`Self::asks_one`] named, as the hardware's VMCS has it. Its group stays behind, so that the
+    /// instruction may need it all the same: a VMWRITE of another value does.
+    pub fn put_alone(&mut self, encoding: u16, value: u64) {
+        if let Some(named) = place::find(encoding.into()) {
+            self.vmcs12.put(named, value);
+            self.alone = Some(encoding);
+        }
+    }
+
+    fn is_alone(&self, field: u64) -> bool {
+        self.alone.is_some_and(|alone| u64::from(alone) == field)
+    }
+
+    /// Whether a field has this value already, however much of it the mode writes.
+    fn holds(&self, field: u64, value: u64) -> bool {
+        // Of 32-bit code the lower half counts, and what this instruction's code is is not known here.
+        let same = |value| place::find(field).is_some_and(|named| self.vmcs12.read(named) == value);
+        same(value) && same(u64::from(value as u32))
     }
 
     /// What a shadow VMCS serves an exit has saved already, or only L1 changes.

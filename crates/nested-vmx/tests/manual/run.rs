@@ -510,7 +510,11 @@ impl Run {
             Outcome::Enters => self.model.judge(&limits, &self.memory),
             _ => Vec::new(),
         };
-        let needs = self.machine.needs(&instruction);
+        let mut needs = self.machine.needs(&instruction);
+        if let Some(one) = self.machine.asks_one(&instruction, needs) {
+            self.machine.put_alone(one, self.hardware.of(one));
+            needs = self.machine.needs(&instruction);
+        }
         self.machine.fetch(&self.hardware, &self.known, needs);
         let result = self.machine.execute(instruction, cpu, &limits, &mut self.memory);
         let got = Self::outcome(&result);

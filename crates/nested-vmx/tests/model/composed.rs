@@ -275,7 +275,11 @@ impl Run {
     }
 
     fn execute(&mut self, instruction: Instruction) {
-        let needs = self.machine.needs(&instruction);
+        let mut needs = self.machine.needs(&instruction);
+        if let Some(one) = self.machine.asks_one(&instruction, needs) {
+            self.machine.put_alone(one, self.hardware.of(one));
+            needs = self.machine.needs(&instruction);
+        }
         self.fetch(needs);
         let done = self.machine.execute(instruction, &CPU, &LIMITS, &mut self.memory);
         self.counts.refused += u64::from(done.is_err());

@@ -169,6 +169,12 @@ impl Vmcs02 {
         self.values[field.encoding() as usize]
     }
 
+    /// VMREAD by an encoding.
+    pub fn of(&self, encoding: u16) -> u64 {
+        self.reads.set(self.reads.get() + 1);
+        self.values[usize::from(encoding)]
+    }
+
     pub fn wrote<W: Width, A>(&self, field: Field<W, A>) -> bool {
         self.written.contains(&field.encoding())
     }

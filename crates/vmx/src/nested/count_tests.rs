@@ -32,6 +32,34 @@ fn a_round_trip_takes_at_most_forty_vmreads_and_vmwrites() {
     assert_eq!(out, cpuid + 1);
 }
 
+/// VMREAD of one field of L2's that no shadow VMCS has, and VMWRITE of the same value: vmcs02 is asked for the one field, once.
+#[test]
+fn a_field_that_l1_asks_for_alone_is_read_alone() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.settle();
+    r.enter(ExitReason::Cpuid, |v| v.set(field::GUEST_ES_BASE, 0x7000));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    // The field is named by RCX, and the value is in RDX: bits 31:28 and 6:3.
+    let mut access = |reason, encoding: u32, value: u64| {
+        (r.g.0[1], r.g.0[2]) = (encoding.into(), value);
+        let before = r.v.cpu().counts();
+        r.enter(reason, |v| v.set(field::INSTRUCTION_INFO, 1 << 10 | 2 << 3 | 1 << 28));
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+        let counts = r.v.cpu().counts().since(&before);
+        (r.g.0[2], counts.of(cpu::Op::Vmread), counts.of(cpu::Op::Vmptrld))
+    };
+    let es = field::GUEST_ES_BASE.encoding();
+    let (value, alone, loads) = access(ExitReason::Vmread, es, 0);
+    assert!(value == 0x7000 && alone <= 10 && loads == 2, "{alone} VMREADs, {loads} VMPTRLDs");
+    let (_, known, loads) = access(ExitReason::Vmwrite, es, 0x7000);
+    assert!(known < alone && loads == 0, "{known} VMREADs, {loads} VMPTRLDs");
+    // Who asks for a second one gets all.
+    let (_, all, loads) = access(ExitReason::Vmread, field::GUEST_DS_BASE.encoding(), 0);
+    assert!(all > 30 && loads == 2, "{all} VMREADs, {loads} VMPTRLDs");
+    let (_, none, loads) = access(ExitReason::Vmread, field::GUEST_FS_BASE.encoding(), 0);
+    assert!(none <= known && loads == 0, "{none} VMREADs, {loads} VMPTRLDs");
+}
+
 /// How many there are.
 fn round_trip_takes_at_most_forty(reason: ExitReason, qualification: u64) -> u64 {
     let count = |rounds| {

@@ -309,7 +309,8 @@ impl<C: Cpu> Vmx<C> {
         // By the instruction: VMREAD of a field that an exit has saved fetches nothing.
         let needs = n.machine.needs(&instruction);
         if !needs.is_empty() {
-            self.fetch(n, needs);
+            let one = n.machine.asks_one(&instruction, needs);
+            self.fetch_for(n, &instruction, one, needs);
         }
         let cpu = self.nested_cpu(n, reason);
         let limits = self.nested_limits();

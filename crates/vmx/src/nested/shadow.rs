@@ -182,7 +182,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// In the loop: what is loaded gives way to the shadow VMCS. What is set meanwhile is noted, and written when
     /// it is loaded again. `None`: outside the loop.
-    fn set_aside(&mut self, n: &mut Nested) -> Option<&'static PerCpu> {
+    pub(super) fn set_aside(&mut self, n: &mut Nested) -> Option<&'static PerCpu> {
         let here = self.vmcs.here()?;
         // Already: two steps of one instruction may ask for it.
         if n.set_aside {

@@ -2,6 +2,7 @@
 
 use cpu::{Cpu, VmxSwitch};
 use nested_vmx::leave::Known;
+use nested_vmx::machine::Instruction;
 use nested_vmx::merge::time::Tsc;
 use x86::vmcs::{Groups, ProcControls2};
 
@@ -173,6 +174,42 @@ impl<C: Cpu> Vmx<C> {
             // Back: L1 is what runs.
             self.exchange(n);
         }
+    }
+
+    /// L1's VMREAD or VMWRITE asks for what the last exit of L2 left in vmcs02: the field `one`, or all of `groups`.
+    pub(super) fn fetch_for(
+        &mut self,
+        n: &mut Nested,
+        instruction: &Instruction,
+        one: Option<u16>,
+        groups: Groups,
+    ) {
+        if let Some(encoding) = one
+            && let Some(value) = self.look_aside(n, encoding.into())
+        {
+            n.machine.put_alone(encoding, value);
+            // A VMWRITE of another value makes the group one that L1 has changed: it has to be whole before.
+            if n.machine.needs(instruction).is_empty() {
+                return;
+            }
+        }
+        self.fetch(n, groups);
+    }
+
+    /// Reads a field of vmcs02 while L1's VMCS is the vCPU's. `None`: not in the loop, or vmcs02 is not as the hardware has it.
+    fn look_aside(&mut self, n: &mut Nested, encoding: u32) -> Option<u64> {
+        let here = self.vmcs.here()?;
+        let is_whole =
+            !n.other.fields.has_unwritten() && n.other.is_active_on(n.other.last_cpu(), here);
+        if !is_whole || !n.other.has_host_of(self.vmcs.last_cpu(), here) {
+            return None;
+        }
+        self.set_aside(n)?;
+        // It is active here, so that nothing is made of it but the current one.
+        let _ = n.other.make_current(&self.cpu, here);
+        let value = self.cpu.vmread(encoding);
+        self.bring_back(n);
+        Some(value)
     }
 
     /// L1 runs from now on with registers that somebody sets; L2's are lost.
