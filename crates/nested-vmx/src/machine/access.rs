@@ -34,6 +34,36 @@ impl Machine {
         self.give(value, to, cpu, l1)
     }
 
+    /// VMREAD of L1's for which nothing has to be fetched ([`Self::needs`]), by code of 64 bits in VMX operation, at CPL 0.
+    /// `None`: it does not succeed, or is a rare one, and is executed as any other instruction ([`Self::execute`]).
+    #[inline]
+    pub fn read_quickly(&mut self, encoding: u64) -> Option<u64> {
+        let named = self.find_quickly(encoding)?;
+        self.mirror.use_by_exit(named, Direction::Read);
+        Some(self.vmcs12.read(named))
+    }
+
+    /// VMWRITE, as [`read_quickly`](Self::read_quickly).
+    #[inline]
+    pub fn write_quickly(&mut self, encoding: u64, value: u64) -> Option<()> {
+        let named = self.find_quickly(encoding)?;
+        // Whether it may be written is a matter of what is offered.
+        if named.read_only {
+            return None;
+        }
+        self.set_field(encoding, named, value);
+        Some(())
+    }
+
+    #[inline]
+    fn find_quickly(&self, encoding: u64) -> Option<Named> {
+        // Without a current VMCS an enlightened one may be what is meant.
+        if self.level != Level::L1 || self.current.is_none() {
+            return None;
+        }
+        place::find(encoding)
+    }
+
     /// Gives the value of a field to whoever asked for it.
     pub(super) fn give(
         &mut self,

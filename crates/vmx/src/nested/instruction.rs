@@ -212,6 +212,11 @@ impl<C: Cpu> Vmx<C> {
         match reason {
             ExitReason::Vmresume => self.execute_entry(n, gprs, EntryBy::Vmresume, &memory),
             ExitReason::Vmlaunch => self.execute_entry(n, gprs, EntryBy::Vmlaunch, &memory),
+            ExitReason::Vmread | ExitReason::Vmwrite
+                if self.access_register(n, gprs, reason == ExitReason::Vmwrite).is_some() =>
+            {
+                Executed::Retired
+            }
             _ => self.execute_other(n, gprs, reason, memory),
         }
     }
@@ -262,6 +267,44 @@ impl<C: Cpu> Vmx<C> {
         // Whatever came of it: the loop goes on with the vCPU's VMCS.
         self.bring_back(n);
         done
+    }
+
+    /// VMREAD and VMWRITE as they mostly are: by L1, in 64-bit mode, with a register, of a field that there is. `None`: it is
+    /// one that may fail, and is executed as all other instructions; nothing was done.
+    fn access_register(&mut self, n: &mut Nested, gprs: &mut Gprs, writes: bool) -> Option<()> {
+        let information = Information(self.get(fields::INSTRUCTION_INFO));
+        let (value, name) = (information.register1(), information.register2());
+        let (at, name) = (usize::from(value) & 15, usize::from(name) & 15);
+        // RSP is the VMCS's.
+        let is_plain = information.is_register() && at != RSP && name != RSP;
+        if !is_plain || self.cold.of_l1.runs || !n.machine.is_in_operation() {
+            return None;
+        }
+        // Code of 32 bits in long mode gets #UD from the CPU, without an exit.
+        if !self.is_long() || self.cpl() != 0 {
+            return None;
+        }
+        let field = gprs.0[name];
+        let instruction = if writes {
+            Instruction::Vmwrite { field, from: Place::Register(value), value: gprs.0[at] }
+        } else {
+            Instruction::Vmread { field, to: Place::Register(value) }
+        };
+        let needs = n.machine.needs(&instruction);
+        if !needs.is_empty() {
+            let one = n.machine.asks_one(&instruction, needs);
+            self.fetch_for(n, &instruction, one, needs);
+        }
+        if writes {
+            n.machine.write_quickly(field, gprs.0[at])?;
+        } else {
+            gprs.0[at] = n.machine.read_quickly(field)?;
+        }
+        let before = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
+        self.set(fields::GUEST_RFLAGS, nested_vmx::outcome::success(before).bits());
+        self.give_shadow(n);
+        self.bring_back(n);
+        Some(())
     }
 
     /// All other instructions.
