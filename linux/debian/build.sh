@@ -15,7 +15,7 @@ d}" -e "s/@VERSION@/$version/g" "$1"
 rm -rf "$root"
 source=$root/usr/src/gannet-$version
 doc=$root/usr/share/doc/gannet-dkms
-mkdir -p "$source/glue" "$doc" "$root/usr/share/lintian/overrides" "$root/DEBIAN"
+mkdir -p "$source/glue" "$doc" "$root/usr/share/lintian/overrides" "$root/DEBIAN" "$root/usr/lib/gannet-dkms"
 cp "$linux/Kbuild" "$linux"/*.S "$source/"
 cp "$linux"/glue/*.[ch] "$source/glue/"
 cp "$core" "$source/core.obj"
@@ -28,6 +28,13 @@ for script in preinst postinst prerm postrm; do
     chmod 755 "$root/DEBIAN/$script"
 done
 find "$root" -type f ! -path '*/DEBIAN/*' -exec chmod 644 {} +
+fill "$here/build-for" >"$root/usr/lib/gannet-dkms/build-for"
+chmod 755 "$root/usr/lib/gannet-dkms/build-for"
+for hooks in postinst.d header_postinst.d; do
+    mkdir -p "$root/etc/kernel/$hooks"
+    install -m 755 "$here/kernel-hook" "$root/etc/kernel/$hooks/gannet-dkms"
+    echo "/etc/kernel/$hooks/gannet-dkms" >>"$root/DEBIAN/conffiles"
+done
 (cd "$root" && find usr -type f -exec md5sum {} + | sort -k2) >"$root/DEBIAN/md5sums"
 fill "$here/control" | sed "s/@SIZE@/$(du -sk --apparent-size "$root/usr" | cut -f1)/" >"$root/DEBIAN/control"
 dpkg-deb --root-owner-group --build "$root" "$out" >/dev/null

@@ -42,6 +42,15 @@ inside apt-get -y --allow-downgrades install /debs/first.deb >"$work/downgrade.l
 check downgrades [ "$(module version kvm)" = "$version" ]
 check leaves_the_stock_modules [ "$(inside sh -c "cd /lib/modules/$release/kernel/arch/x86/kvm && sha256sum *")" = "$stock" ]
 
+# A kernel that nothing can be built for: its installation waits for these two, and must not fail.
+hooks() {
+    inside sh -c 'mkdir -p /lib/modules/6.99/build/include && for h in dkms gannet-dkms; do /etc/kernel/postinst.d/$h 6.99 || exit 1; done'
+}
+hooks >"$work/hooks.log" 2>&1 && quiet=true || quiet=false
+inside rm -r /lib/modules/6.99
+check a_kernel_for_which_it_does_not_build_is_installed $quiet
+check and_it_says_so grep -q 'not built for 6.99' "$work/hooks.log"
+
 # --- two boots ---
 cp "$here/init.sh" "$root/init.sh"
 cp "$exitbench" "$root/usr/local/bin/"

@@ -39,28 +39,42 @@ mod tests {
     impl Machine {
         /// `status` is what DKMS says of the module.
         fn new(name: &str, status: &str) -> Self {
+            Self::with(name, status, "true")
+        }
+
+        /// `outcome` is a command that succeeds, or fails, as DKMS shall.
+        fn with(name: &str, status: &str, outcome: &str) -> Self {
             let name = format!("gannet-package-{}-{name}", std::process::id());
             let root = std::env::temp_dir().join(name);
             fs::create_dir_all(root.join("modules/6.99/build")).unwrap();
             let (dkms, log) = (root.join("dkms"), root.join("log"));
             let stub = format!(
-                "#!/bin/sh\n[ $1 = status ] && echo '{status}' || echo \"$*\" >>{}\n",
+                "#!/bin/sh\n[ $1 != status ] || {{ echo '{status}'; exit; }}\necho \"$*\" >>{}\n{outcome}\n",
                 log.display()
             );
-            fs::write(&dkms, stub).unwrap();
-            fs::set_permissions(&dkms, fs::Permissions::from_mode(0o755)).unwrap();
-            Self(root)
+            executable(&dkms, &stub);
+            let made = Self(root);
+            executable(&made.0.join("build-for"), &made.filled("build-for"));
+            made
+        }
+
+        /// A script of the package, as it would be on this machine.
+        fn filled(&self, script: &str) -> String {
+            let debian = Path::new(env!("CARGO_MANIFEST_DIR")).join("../linux/debian");
+            let read = |name| fs::read_to_string(debian.join(name)).unwrap();
+            let here = |name| self.0.join(name).display().to_string();
+            read(script)
+                .replace("@IN_USE@", &read("in-use.sh"))
+                .replace("@VERSION@", "9")
+                .replace("/usr/lib/gannet-dkms/build-for", &here("build-for"))
+                .replace("/etc/dkms", &here("etc"))
+                .replace("/lib/modules", &here("modules"))
+                .replace("/sys/module", &here("none"))
         }
 
         /// What the script has asked of DKMS.
         fn asked(&self, script: &str, argument: &str) -> Vec<String> {
-            let debian = Path::new(env!("CARGO_MANIFEST_DIR")).join("../linux/debian");
-            let read = |name| fs::read_to_string(debian.join(name)).unwrap();
-            let text = read(script)
-                .replace("@IN_USE@", &read("in-use.sh"))
-                .replace("@VERSION@", "9")
-                .replace("/lib/modules", &self.0.join("modules").display().to_string())
-                .replace("/sys/module", &self.0.join("none").display().to_string());
+            let text = self.filled(script);
             let path = format!("{}:{}", self.0.display(), std::env::var("PATH").unwrap());
             let mut shell = Command::new("sh");
             let ran = shell.args(["-c", &text, script, argument]).env("PATH", path).output();
@@ -68,6 +82,11 @@ mod tests {
             let log = fs::read_to_string(self.0.join("log")).unwrap_or_default();
             log.lines().map(str::to_owned).collect()
         }
+    }
+
+    fn executable(path: &Path, text: &str) {
+        fs::write(path, text).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
     impl Drop for Machine {
@@ -100,5 +119,30 @@ mod tests {
                 Machine::new(&format!("{aborted}-there"), "gannet/9, 6.99, x86_64: installed");
             assert_eq!(there.asked("postinst", aborted), [""; 0], "{aborted}");
         }
+    }
+    /// dpkg waits for it: a failure would leave the kernel half installed, though the stock modules serve on it. `asked` demands
+    /// success of each script.
+    #[test]
+    fn a_kernel_for_which_it_does_not_build_is_installed_all_the_same() {
+        let asked = ["install -m gannet -v 9 -k 6.99 --force"];
+        let machine = Machine::with("not-built", "gannet/9: added", "exit 10");
+        assert_eq!(machine.asked("kernel-hook", "6.99"), asked);
+        // Nor does the package's own installation fail.
+        assert_eq!(machine.asked("postinst", "configure"), [asked, asked].concat());
+    }
+
+    #[test]
+    fn a_new_kernel_is_built_for_once_and_with_its_headers() {
+        let asked = |name, status, kernel| Machine::new(name, status).asked("kernel-hook", kernel);
+        let built = ["install -m gannet -v 9 -k 6.99 --force"];
+        assert_eq!(asked("hook", "gannet/9: added", "6.99"), built);
+        assert_eq!(asked("hook-twice", "gannet/9, 6.99, x86_64: installed", "6.99"), [""; 0]);
+        assert_eq!(asked("hook-no-headers", "gannet/9: added", "6.98"), [""; 0]);
+        // The package is removed, not purged.
+        let machine = Machine::new("hook-alone", "");
+        fs::remove_file(machine.0.join("build-for")).unwrap();
+        assert_eq!(machine.asked("kernel-hook", "6.99"), [""; 0]);
+        // DKMS's hook fails with a module that does not build; ours is for it.
+        assert!(machine.filled("dkms.conf").contains("\nAUTOINSTALL=\"\"\n"));
     }
 }
