@@ -2,7 +2,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use gannet_mmu::PagingContext;
+use gannet_mmu::tdp::FlushRemote;
+use gannet_mmu::{AddressSpace, PagingContext, RootOutcome, Tlb};
 use host::page::Pages;
 use x86::exception::pf;
 use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa};
@@ -442,6 +443,48 @@ fn pages_are_taken_back_at_the_limit_and_those_of_current_roots_are_not() {
     assert!(counters.recycled.load(Relaxed) > 20);
     assert!(counters.pages.load(Relaxed) <= 16, "{counters:?}");
     assert!(machine.flushes.load(Relaxed) < counters.recycled.load(Relaxed));
+}
+
+/// What another vCPU finds while pages are taken back: it may be on its way into a page that a CPU has not forgotten yet.
+struct Beside<'a, F>(&'a Machine, F);
+
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl<F: Fn()> FlushRemote for Beside<'_, F> {
+    fn flush_remote(&self) {
+        (self.1)();
+        self.0.flush_remote();
+    }
+}
+
+#[test]
+fn pages_that_are_taken_back_are_free_only_behind_the_flush() {
+    let machine = machine();
+    machine.shadow.set_limit(8, &machine);
+    let root = |n: u64| {
+        let vcpu = &mut *machine.vcpus[1].borrow_mut();
+        let context = PagingContext { cr3: page(n), ..long_mode() };
+        machine.with_view(|view| {
+            let mut guard = machine.shadow.lock();
+            guard.switch(view, &mut vcpu.roots, &context, &[0; 4], AddressSpace::Main, Tlb::Kept)
+        })
+    };
+    // Roots one after the other, each of a table of its own, until no page is free.
+    let exhaust = |from: u64| {
+        let refused = (from..from + 64).find(|n| root(*n) == RootOutcome::NeedPages(1));
+        refused.expect("pages without end")
+    };
+    let first = exhaust(32);
+    let flushes = machine.flushes.load(Relaxed);
+    let look = Beside(&machine, || assert_eq!(root(first), RootOutcome::NeedPages(1)));
+    machine.shadow.reserve(1, &look).unwrap();
+    assert_eq!(machine.flushes.load(Relaxed), flushes + 1);
+    // The same where the VMM takes pages away.
+    let second = exhaust(first);
+    assert!(second > first);
+    let look = Beside(&machine, || assert_eq!(root(second), RootOutcome::NeedPages(1)));
+    machine.shadow.set_limit(3, &look);
+    assert_eq!(machine.flushes.load(Relaxed), flushes + 2);
+    machine.shadow.lock().release(&mut machine.vcpus[1].borrow_mut().roots);
 }
 
 #[test]
