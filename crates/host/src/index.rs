@@ -3,6 +3,8 @@
 //! masked by data, not by a branch: an index that lies outside becomes 0 before it is used, in
 //! speculation too.
 
+use number::Number;
+
 /// All ones if `index` is below `len`, else 0. The compiler knows nothing of how that comes about, so
 /// that it cannot make a branch of it, or leave it out behind a check of its own.
 #[inline(always)]
@@ -24,24 +26,51 @@ pub fn mask_below(index: usize, len: usize) -> usize {
     mask
 }
 
+/// The number itself, which nobody else can see: an index comes out of it masked, or not at all.
+mod number {
+    use super::mask_below;
+
+    #[derive(Clone, Copy, Debug)]
+    #[repr(transparent)]
+    pub(super) struct Number(usize);
+
+    impl Number {
+        #[inline(always)]
+        pub(super) const fn new(number: usize) -> Self {
+            Self(number)
+        }
+
+        #[inline(always)]
+        pub(super) fn is_below(self, len: usize) -> bool {
+            self.0 < len
+        }
+
+        /// The number, or 0 where it is not below `len`.
+        #[inline(always)]
+        pub(super) fn masked(self, len: usize) -> usize {
+            self.0 & mask_below(self.0, len)
+        }
+    }
+}
+
 /// An index that a guest or a VMM chose. It can be used in one way only: masked by the length of what
 /// it goes into. There is no way back to the number.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub struct GuestIndex(usize);
+pub struct GuestIndex(Number);
 
 impl GuestIndex {
     /// The number that was chosen. What does not fit into a word lies outside of every table.
     #[inline(always)]
     pub const fn new(number: u64) -> Self {
-        Self(number as usize)
+        Self(Number::new(number as usize))
     }
 
     /// The index into a table of so many, `None` outside of it.
     #[inline(always)]
     pub fn below(self, len: usize) -> Option<usize> {
         // The compare decides; the mask binds what the CPU guesses past it.
-        if self.0 < len { Some(self.0 & mask_below(self.0, len)) } else { None }
+        if self.0.is_below(len) { Some(self.0.masked(len)) } else { None }
     }
 
     /// What lies there in `table`.
@@ -64,7 +93,7 @@ macro_rules! from {
         impl From<$int> for GuestIndex {
             #[inline(always)]
             fn from(number: $int) -> Self {
-                Self(number as usize)
+                Self(Number::new(number as usize))
             }
         }
     )* };
@@ -82,6 +111,14 @@ mod tests {
                 let expected = if index < len { usize::MAX } else { 0 };
                 assert_eq!(mask_below(index, len), expected, "{index} below {len}");
             }
+        }
+    }
+
+    /// As a CPU computes it that has guessed the compare wrong.
+    #[test]
+    fn past_the_compare_an_index_from_outside_is_0() {
+        for (number, len, masked) in [(2, 3, 2), (3, 3, 0), (usize::MAX, 3, 0), (0, 0, 0)] {
+            assert_eq!(Number::new(number).masked(len), masked, "{number} below {len}");
         }
     }
 
