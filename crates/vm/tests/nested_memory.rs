@@ -60,6 +60,18 @@ unsafe impl FlushRemote for Cpus {
     }
 }
 
+/// A flush of [`Cpus`]' before which somebody looks: what a CPU may find that has not been interrupted yet, and what it may
+/// still do.
+struct AtTheFlush<'a, F>(&'a Cpus, F);
+
+// SAFETY: as `Cpus`; the look has ended before the flush begins.
+unsafe impl<F: Fn()> FlushRemote for AtTheFlush<'_, F> {
+    fn flush_remote(&self) {
+        (self.1)();
+        self.0.flush_remote();
+    }
+}
+
 struct Bench {
     user: Pages,
     memory: VmMemory,
@@ -322,6 +334,30 @@ fn an_invalidation_withdraws_the_leaf() {
         bench.memory.invalidate_start(bench.hva(3), bench.hva(4), true, &bench.cpus);
         bench.memory.invalidate_end(bench.hva(3), bench.hva(4));
         assert!(matches!(bench.fault(&mut runner, 50, false), NestedOutcome::Fixed { .. }));
+        bench.release(runner);
+    });
+}
+
+/// The frame may be somebody else's as soon as the last flush is over.
+#[test]
+fn leaves_are_gone_or_read_only_before_the_flush() {
+    both(|ept| {
+        let bench = Bench::new(ept, LOG);
+        let mut runner = bench.runner();
+        bench.fault(&mut runner, 20, true);
+        let (leaf, flushed) = (|| walk(&runner.root, 20 << 12), AtomicU64::new(0));
+        let look = AtTheFlush(&bench.cpus, || {
+            flushed.fetch_add(1, Ordering::Relaxed);
+            assert_eq!(leaf().unwrap() & 2, 0);
+        });
+        bench.memory.dirty_log(3, true, &look, |_| Ok(())).unwrap();
+        let look = AtTheFlush(&bench.cpus, || {
+            flushed.fetch_add(1, Ordering::Relaxed);
+            assert_eq!(leaf(), None);
+        });
+        bench.memory.invalidate_start(bench.hva(20), bench.hva(21), true, &look);
+        bench.memory.invalidate_end(bench.hva(20), bench.hva(21));
+        assert_eq!(flushed.load(Ordering::Relaxed), 2);
         bench.release(runner);
     });
 }

@@ -106,7 +106,7 @@ impl Calls {
 
 const LOG: u32 = 1;
 
-/// The CPU, and memory with one slot: 64 pages at guest frame 16, in the slot number 3.
+/// The CPU, and memory with one slot: 128 pages at guest frame 16, in the slot number 3.
 struct Machine {
     user: Pages,
     memory: VmMemory,
@@ -128,7 +128,7 @@ impl Machine {
 
     fn of(format: Format, flags: u32) -> Self {
         let machine = Self {
-            user: Pages::zeroed(6).unwrap(),
+            user: Pages::zeroed(7).unwrap(),
             memory: VmMemory::new(format, RegionLimits::default()).unwrap(),
             calls: Calls::default(),
             cache: TableCache::new(),
@@ -139,7 +139,7 @@ impl Machine {
     }
 
     fn region(&self, flags: u32) -> Region {
-        Region { slot: 3, flags, gpa: 16 << 12, size: 64 << 12, hva: self.user.hpa().0 }
+        Region { slot: 3, flags, gpa: 16 << 12, size: 128 << 12, hva: self.user.hpa().0 }
     }
 
     fn set(&self, region: Region) {
@@ -278,7 +278,7 @@ fn a_dirty_log_makes_the_cpus_hand_over_what_they_logged() {
 #[test]
 fn a_page_that_the_cpu_logs_outside_every_slot_is_nothing() {
     let cpu = Machine::new(LOG);
-    for gpa in [0, 15 << 12, 80 << 12, !0xfff] {
+    for gpa in [0, 15 << 12, 144 << 12, !0xfff] {
         cpu.memory.note_logged(Gpa(gpa));
     }
     assert_eq!(cpu.log_bits(), 0);
@@ -302,6 +302,34 @@ fn clearing_part_of_the_log_watches_that_part_alone() {
     assert_eq!(cpu.logged(), [16, 17]);
     cpu.leave();
     assert_eq!(peek(&cpu), 0b1111_1111);
+}
+
+/// One flush is for all words of the bitmap, whichever of them had a bit.
+#[test]
+fn a_page_of_any_word_is_flushed_for() {
+    let bits = |cpu: &mut Machine| {
+        cpu.leave();
+        cpu.memory.dirty_log(3, true, &cpu.calls, |words| Ok([words[0], words[1]])).unwrap()
+    };
+    for (format, again) in [(LOGGING, 0), (Format::npt(4, 0), 1)] {
+        for (gfn, told) in [(20, [1 << 4, 0]), (20 + 64, [0, 1 << 4])] {
+            let mut cpu = Machine::of(format, LOG);
+            cpu.write(gfn);
+            assert_eq!((bits(&mut cpu), cpu.take_flushes()), (told, 1));
+            // By a CPU that has forgotten its translation: the write is seen.
+            assert_eq!((cpu.write(gfn), bits(&mut cpu)), (again, told));
+            cpu.write(gfn);
+            cpu.take_flushes();
+            cpu.leave();
+            let all = |mask: &mut [u64]| {
+                mask.fill(u64::MAX);
+                Ok(())
+            };
+            cpu.memory.clear_dirty_log(3, 0, 128, &cpu.calls, all).unwrap();
+            assert_eq!(cpu.take_flushes(), 1);
+            assert_eq!((cpu.write(gfn), bits(&mut cpu)), (again, told));
+        }
+    }
 }
 
 #[derive(Clone, Debug)]

@@ -60,6 +60,18 @@ unsafe impl FlushRemote for Cpus {
     }
 }
 
+/// A flush of [`Cpus`]' before which somebody looks: what a CPU may find that has not been interrupted yet, and what it may
+/// still do.
+struct AtTheFlush<'a, F>(&'a Cpus, F);
+
+// SAFETY: as `Cpus`; the look has ended before the flush begins.
+unsafe impl<F: Fn()> FlushRemote for AtTheFlush<'_, F> {
+    fn flush_remote(&self) {
+        (self.1)();
+        self.0.flush_remote();
+    }
+}
+
 struct Bench {
     user: Pages,
     memory: VmMemory,
@@ -242,6 +254,48 @@ fn an_invalidation_withdraws_the_leaf_and_forgets_that_a_table_was_in_order() {
     assert!(!shadow.is_protected(Gfn(19)));
     bench.user.words()[3 * 512 + 20].store(0, Ordering::Relaxed);
     bench.memory.invalidate_end(bench.hva(3), bench.hva(4));
+    bench.memory.shadow_flush(bench.cpus.vcpu(0), &mut runner.roots);
+    assert_eq!(walk(&runner.root, 20 << 12), None);
+    bench.memory.shadow_release(&mut runner.roots);
+}
+
+/// The frame may be somebody else's as soon as the last flush is over.
+#[test]
+fn leaves_are_gone_or_read_only_before_the_flush() {
+    let bench = Bench::new(LOG);
+    let mut runner = bench.runner();
+    bench.fault(&mut runner, 20, WRITE);
+    let (leaf, flushed) = (|| walk(&runner.root, 20 << 12), AtomicU64::new(0));
+    let look = AtTheFlush(&bench.cpus, || {
+        flushed.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(leaf().unwrap() & 2, 0);
+    });
+    bench.memory.dirty_log(3, true, &look, |_| Ok(())).unwrap();
+    let look = AtTheFlush(&bench.cpus, || {
+        flushed.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(leaf(), None);
+    });
+    bench.memory.invalidate_start(bench.hva(20), bench.hva(21), true, &look);
+    bench.memory.invalidate_end(bench.hva(20), bench.hva(21));
+    assert_eq!(flushed.load(Ordering::Relaxed), 2);
+    bench.memory.shadow_release(&mut runner.roots);
+}
+
+/// A table is protected; until every CPU has flushed, one of them may write to it unseen.
+#[test]
+fn what_is_written_to_a_table_until_the_flush_that_settles_it_counts() {
+    let bench = Bench::new(0);
+    let mut runner = bench.runner();
+    bench.fault(&mut runner, 20, WRITE);
+    bench.memory.shadow().unwrap().set_calm(1);
+    bench.memory.shadow_flush(bench.cpus.vcpu(0), &mut runner.roots);
+    let flushes = bench.cpus.flushes.load(Ordering::Relaxed);
+    let look = AtTheFlush(&bench.cpus, || {
+        assert!(bench.memory.shadow().unwrap().is_protected(Gfn(19)));
+        bench.user.words()[3 * 512 + 20].store(0, Ordering::Relaxed);
+    });
+    bench.memory.shadow_settle(Caller { vcpu: bench.cpus.vcpu(0), flush: &look });
+    assert_eq!(bench.cpus.flushes.load(Ordering::Relaxed), flushes + 1);
     bench.memory.shadow_flush(bench.cpus.vcpu(0), &mut runner.roots);
     assert_eq!(walk(&runner.root, 20 << 12), None);
     bench.memory.shadow_release(&mut runner.roots);

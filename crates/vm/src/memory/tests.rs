@@ -420,6 +420,19 @@ fn the_dirty_log_splits_large_pages_and_they_come_back_after_it() {
 }
 
 #[test]
+fn the_dirty_log_of_gigabytes_is_switched_on_by_one_flush_wherever_pages_are_mapped() {
+    for mapped in [3, (1 << 18) + 3] {
+        let mut bench = Bench::new(0);
+        let region = Region { slot: 5, flags: 0, gpa: 1 << 30, size: 2 << 30, hva: LARGE };
+        bench.set(region).unwrap();
+        let gfn = (1 << 18) + mapped;
+        bench.fault_by(gfn, true, |_, hva| Ok(host_page(hva, 1)));
+        bench.set(Region { flags: LOG, ..region }).unwrap();
+        assert_eq!((bench.flushes.take(), bench.mapped(gfn).unwrap().1), (1, false));
+    }
+}
+
+#[test]
 fn faults_in_order_map_ahead_what_the_host_has() {
     let mut bench = Bench::new(0);
     let hole = test::unmap(bench.hva(60), 4096);
