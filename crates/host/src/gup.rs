@@ -217,6 +217,20 @@ pub unsafe fn set_pfn_dirty(pfn: Pfn) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::std_port::test;
+
+    #[test]
+    fn what_was_found_with_a_reference_gives_it_back_once() {
+        test::take_put();
+        let page = |held| {
+            let frame = HostFrame::new(Pfn(7), FrameOf::Memory);
+            HostPage { frame, writable: true, level: 1, held, dirty: false }
+        };
+        drop(page(false));
+        assert_eq!(test::take_put(), []);
+        drop(page(true));
+        assert_eq!(test::take_put(), [7]);
+    }
 
     #[test]
     fn the_frame_of_test_memory_is_its_address() {

@@ -151,11 +151,12 @@ mod tests {
     use crate::std_port::test;
 
     #[derive(Default)]
-    struct Seen(AtomicU64, AtomicU64);
+    struct Seen(AtomicU64, AtomicU64, AtomicU64);
 
     impl InvalidateHandler for Seen {
-        fn invalidate_start(&self, start: Hva, end: Hva, _: bool) {
+        fn invalidate_start(&self, start: Hva, end: Hva, may_block: bool) {
             self.0.fetch_add(end.0 - start.0, Ordering::Relaxed);
+            self.2.fetch_add(may_block.into(), Ordering::Relaxed);
         }
         fn invalidate_end(&self, start: Hva, end: Hva) {
             self.1.fetch_add(end.0 - start.0, Ordering::Relaxed);
@@ -178,6 +179,8 @@ mod tests {
             assert_eq!(seen.1.load(Ordering::Relaxed), 0);
         });
         assert_eq!(seen.1.load(Ordering::Relaxed), 0x2000);
+        test::invalidate_without_sleep(Hva(0x1000), Hva(0x3000), || {});
+        assert_eq!(seen.2.load(Ordering::Relaxed), 1, "who may not sleep is told so");
         drop(seen);
         test::invalidate(Hva(0x1000), Hva(0x3000), || {});
     }

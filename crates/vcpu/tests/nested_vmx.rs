@@ -8,6 +8,7 @@ use gannet_vcpu::{
     By, UserExit,
     state::registers::{GivenEvents, SavedEvents},
 };
+use host::std_port::test as surroundings;
 use irqchip::lapic::{BaseRules, base};
 use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
@@ -65,6 +66,33 @@ fn what_is_no_instruction_is_answered(traps: u32, debugging: u32) {
     });
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// A CPU writes parts of an active VMCS back whenever it likes (SDM vol. 3C §25.11.1); the pages are somebody else's when
+/// the vCPU is gone.
+#[test]
+fn a_vcpu_that_goes_has_each_of_its_vmcss_cleared_where_it_is_active() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    machine.vmlaunch();
+    machine.then(exit(ExitReason::Cpuid));
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        surroundings::set_signal_pending(true);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    // Each is cleared before it is used for the first time: L1's, L2's, and the one that L1 reads and writes unseen.
+    let cpu = host::smp::cpu_id();
+    let made = machine.vcpu.backend().cpu().inner().vmx.cleared.take();
+    let mut made: Vec<_> = made.iter().map(|vmcs| (cpu, vmcs.0)).collect();
+    assert_eq!(made.len(), 3);
+    surroundings::take_asked();
+    drop(machine);
+    let mut asked = surroundings::take_asked();
+    made.sort_unstable();
+    asked.sort_unstable();
+    assert_eq!(asked, made);
 }
 
 /// L1 hears of each iteration of a string instruction that is carried out below it.

@@ -348,3 +348,42 @@ impl InvalidateHandler for Vm {
         self.smm_memory.release(self);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{FaultAccess, FaultOutcome};
+    use host::gup::fault_in;
+    use host::page::Pages;
+    use host::std_port::test;
+    use mmu::{Region, TableCache};
+    use x86::Gpa;
+
+    #[test]
+    fn both_address_spaces_lose_what_the_host_takes_back_and_do_not_sleep_where_it_may_not() {
+        let limits = HostLimits {
+            tables: Format::npt(4, 0),
+            maxphyaddr: 48,
+            halt_poll_ns: 0,
+            paging: Paging::default(),
+        };
+        let (vm, user) = (Vm::new(&limits).unwrap(), Pages::zeroed(0).unwrap());
+        let (start, end) = (Hva(user.hpa().0), Hva(user.hpa().0 + 4096));
+        let spaces = [AddressSpace::Main, AddressSpace::Smm].map(|space| vm.memory_in(space));
+        let (mut cache, flush) = (TableCache::new(), &**vm);
+        for memory in spaces {
+            let region = Region { slot: 3, flags: 0, gpa: 16 << 12, size: 4096, hva: start.0 };
+            memory.set_region(&region, flush).unwrap();
+            let access =
+                FaultAccess { gpa: Gpa(16 << 12), write: true, exec: false, present: false };
+            let outcome = memory.fault(&mut cache, &access, flush, fault_in);
+            assert_eq!((outcome, memory.test_young(start, end)), (FaultOutcome::Mapped, true));
+        }
+        test::set_need_resched(true);
+        test::invalidate_without_sleep(start, end, || {
+            assert_eq!(spaces.map(|memory| memory.test_young(start, end)), [false; 2]);
+        });
+        assert!(host::task::need_resched());
+        test::set_need_resched(false);
+    }
+}

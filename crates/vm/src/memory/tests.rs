@@ -243,6 +243,44 @@ fn an_invalidation_withdraws_its_pages_and_flushes_once_if_there_were_any() {
 }
 
 #[test]
+fn an_invalidation_that_may_not_sleep_does_not_give_up_the_cpu() {
+    let mut bench = Bench::new(0);
+    let (hva, end) = (bench.hva(20), bench.hva(21));
+    for may_block in [false, true] {
+        assert_eq!(bench.fault(20, true), FaultOutcome::Mapped);
+        test::set_need_resched(true);
+        bench.memory.invalidate_start(hva, end, may_block, &bench.flushes);
+        assert_eq!((bench.flushes.take(), bench.leaf(20)), (1, None));
+        assert_eq!(host::task::need_resched(), !may_block);
+        bench.memory.invalidate_end(hva, end);
+    }
+}
+
+/// Else what the guest wrote is lost when the host writes the page back, or lets go of it as clean.
+#[test]
+fn the_host_hears_of_each_page_that_the_guest_may_write_to() {
+    let mut bench = Bench::new(0);
+    test::take_dirtied();
+    let pages = |gfns: &[u64]| gfns.iter().map(|gfn| bench.hva(*gfn).0 >> 12).collect::<Vec<_>>();
+    let (read, ahead) = (pages(&[20]), pages(&[30, 31, 32, 33]));
+    assert_eq!(bench.fault(20, false), FaultOutcome::Mapped);
+    assert_eq!(test::take_dirtied(), read);
+    // What is mapped ahead by the second fault in a row, too.
+    assert_eq!(
+        (bench.fault(30, true), bench.fault(31, true)),
+        (FaultOutcome::Mapped, FaultOutcome::Mapped)
+    );
+    assert!(bench.leaf(33).is_some());
+    assert_eq!(test::take_dirtied(), ahead);
+    bench.read_fault_of_read_only(40);
+    let mut bench = Bench::new(READONLY);
+    for gfn in 20..24 {
+        assert_eq!(bench.fault(gfn, false), FaultOutcome::Mapped);
+    }
+    assert_eq!(test::take_dirtied(), []);
+}
+
+#[test]
 fn memory_that_backs_two_slots_is_withdrawn_from_both() {
     let mut bench = Bench::new(0);
     bench.set(Region { slot: 4, gpa: 1 << 30, ..bench.region(0) }).unwrap();

@@ -66,9 +66,18 @@ fn notifiers() -> Vec<(&'static NotifierCalls, Context)> {
 
 /// Invalidates a range of user memory as the memory manager does: start, `meanwhile`, end.
 pub fn invalidate(start: Hva, end: Hva, meanwhile: impl FnOnce()) {
+    invalidate_by(start, end, true, meanwhile);
+}
+
+/// As [`invalidate`], by somebody who must not sleep, as the OOM reaper.
+pub fn invalidate_without_sleep(start: Hva, end: Hva, meanwhile: impl FnOnce()) {
+    invalidate_by(start, end, false, meanwhile);
+}
+
+fn invalidate_by(start: Hva, end: Hva, may_block: bool, meanwhile: impl FnOnce()) {
     for (calls, context) in notifiers() {
         // SAFETY: registered, and the test does not drop the owner meanwhile.
-        unsafe { (calls.invalidate_start)(context.0, start.0, end.0, 1) }
+        unsafe { (calls.invalidate_start)(context.0, start.0, end.0, may_block.into()) }
     }
     meanwhile();
     for (calls, context) in notifiers() {
@@ -104,6 +113,21 @@ pub fn host_page(pfn: u64, level: u8, writable: bool) -> HostPage {
 /// Where threads of this world were told of broken memory since this was last asked.
 pub fn take_poisoned() -> Vec<u64> {
     std::mem::take(&mut World::current().lock().poisoned)
+}
+
+/// The frames that the host was told are dirty since this was last asked, each once, in order.
+pub fn take_dirtied() -> Vec<u64> {
+    std::mem::take(&mut World::current().lock().dirtied).into_iter().collect()
+}
+
+/// The frames of which references were given back since this was last asked.
+pub fn take_put() -> Vec<u64> {
+    std::mem::take(&mut World::current().lock().put)
+}
+
+/// The CPUs that were asked to run a function since this was last asked, and its arguments.
+pub fn take_asked() -> Vec<(usize, u64)> {
+    std::mem::take(&mut World::current().lock().asked)
 }
 
 /// The page at `hva` is memory of a device's from now on.

@@ -2,7 +2,7 @@
 //! holes in user memory, the open files and eventfds.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -47,6 +47,12 @@ pub(crate) struct State {
     pub(crate) traced: Vec<String>,
     /// Threads with interrupts off: a number for each stretch, and the CPU.
     pub(crate) irqs_off: BTreeMap<u64, u32>,
+    /// What CPUs were asked to run something on, and its argument.
+    pub(crate) asked: Vec<(usize, u64)>,
+    /// Frames of which a reference was given back.
+    pub(crate) put: Vec<u64>,
+    /// Frames that were said to be dirty.
+    pub(crate) dirtied: BTreeSet<u64>,
     /// Where guests met broken memory.
     pub(crate) poisoned: Vec<u64>,
     /// Frames of memory that is a device's.

@@ -56,9 +56,10 @@ pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
     PREEMPT_OFF.set(PREEMPT_OFF.get().saturating_sub(1));
     fence(Ordering::SeqCst);
 }
-/// Outside the kernel there is no other CPU to be asked.
-pub(crate) fn gnt_run_on(_: u32, _: extern "C" fn(u64), _: u64) -> bool {
+/// Outside the kernel there is no other CPU to be asked: it is offline, and that it was asked is noted.
+pub(crate) fn gnt_run_on(cpu: u32, _: extern "C" fn(u64), argument: u64) -> bool {
     super::thread::refuse_in_guest("gnt_run_on");
+    World::current().lock().asked.push((cpu as usize, argument));
     false
 }
 

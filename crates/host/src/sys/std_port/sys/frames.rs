@@ -35,8 +35,13 @@ pub(crate) fn gnt_hva_level(_: u64) -> i32 {
     super::thread::refuse_in_guest("gnt_hva_level");
     1
 }
-pub(crate) unsafe fn gnt_page_put(_: u64) {}
-pub(crate) unsafe fn gnt_page_set_dirty(_: u64) {}
+/// No frame is found with a reference here; a test may make one up.
+pub(crate) unsafe fn gnt_page_put(pfn: u64) {
+    World::current().lock().put.push(pfn);
+}
+pub(crate) unsafe fn gnt_page_set_dirty(pfn: u64) {
+    World::current().lock().dirtied.insert(pfn);
+}
 pub(crate) unsafe fn gnt_page_set_accessed(_: u64) {}
 
 pub(crate) struct NotifierRaw(Option<(World, u64)>);
