@@ -9,7 +9,7 @@ use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
 use host::{mitigation::Facts, page::Pages, std_port::test as surroundings};
 use mmu::{AddressSpace, EptSupport, FlushRemote, Format, Region};
-use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
+use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of, vcpu_with};
 use vm::VmRef;
 use vmx::Features;
 use x86::vmcs::{ExitReason, ProcControls2, field};
@@ -68,17 +68,24 @@ struct Logging {
 const LOG: u32 = 1;
 
 impl Logging {
-    fn new() -> Self {
-        let features = Features { pml: true, ..features() };
+    fn cpu() -> (Features, Format) {
         let cpu =
             EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: true };
-        let (v, vm) = vcpu_of(features, Format::ept(cpu));
+        (Features { pml: true, ..features() }, Format::ept(cpu))
+    }
+
+    fn new() -> Self {
+        let (features, tables) = Self::cpu();
+        let (v, vm) = vcpu_of(features, tables);
         Self { v, vm, user: Pages::zeroed(10).unwrap() }
     }
 
+    fn region(flags: u32, user: &Pages) -> Region {
+        Region { slot: 3, flags, gpa: 0, size: 1024 << 12, hva: user.hpa().0 }
+    }
+
     fn set(&self, flags: u32) {
-        let region = Region { slot: 3, flags, gpa: 0, size: 1024 << 12, hva: self.user.hpa().0 };
-        self.vm.memory().set_region(&region, &**self.vm).unwrap();
+        self.vm.memory().set_region(&Self::region(flags, &self.user), &**self.vm).unwrap();
     }
 
     /// Pages that the CPU logs before the guest's next exit, which is `reason`.
@@ -123,6 +130,21 @@ fn pages_are_logged_while_a_slot_logs() {
     run(&mut l.v);
     l.set(LOG);
     assert_eq!(l.dirty(), []);
+}
+
+#[test]
+fn a_vcpu_that_is_made_while_a_slot_logs_logs_too() {
+    let user = Pages::zeroed(10).unwrap();
+    let mut of = None;
+    let (features, tables) = Logging::cpu();
+    let v = vcpu_with(features, tables, |vm| {
+        vm.memory().set_region(&Logging::region(LOG, &user), &***vm).unwrap();
+        of = Some(vm.clone());
+    });
+    let mut l = Logging { v, vm: of.unwrap(), user };
+    l.then(vec![5], ExitReason::ExternalInterrupt);
+    run(&mut l.v);
+    assert_eq!(l.dirty(), [5]);
 }
 
 #[test]
@@ -173,6 +195,10 @@ fn buffers_are_cleared_at_each_entry_from_the_first_page_of_a_device_on() {
     // In this run and all that follow, within the loop too.
     assert_eq!(cleared(&[None, None]), 3);
     vm.memory().set_region(&Region { size: 0, ..region }, &**vm).unwrap();
+    // A vCPU that is made behind that has to be told, too.
+    let mut late = vcpu_with(features(), Format::npt(4, 0), |vm| vm.note_device());
+    late.backend().cpu().inner().vmx.then(exit(ExitReason::Cpuid));
+    assert_eq!(run(&mut late).of(Op::Verw), 2);
 }
 
 /// System-management mode's handler pages by tables of its own: RSM loads the PDPTEs of the guest that it interrupted.
