@@ -7,7 +7,12 @@ use std::fs;
 use std::path::Path;
 
 use gannet_vcpu::{RunInput, UserExit};
+use rig::vmx::{exit, features, play, step, vcpu_with};
 use rig::{Machine, add_vcpu, shutdown, vm};
+use vm::msr_filter::MsrFilter;
+use vm::vm::Format;
+use x86::msr;
+use x86::vmcs::{ExitReason, event, field};
 
 /// All text of the sources but those of `user_exit.rs`, which names the exits.
 fn sources() -> String {
@@ -55,5 +60,26 @@ fn a_write_of_cr8_is_intercepted_where_the_local_apic_is_the_vmms() {
             shutdown(vmcb, gprs);
         });
         assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    }
+}
+
+#[test]
+fn a_filter_of_msrs_binds_a_vcpu_that_is_made_behind_it() {
+    let nothing = MsrFilter { default_deny: true, ranges: [].into() };
+    for (filter, refused) in [(None, false), (Some(nothing), true)] {
+        let mut v = vcpu_with(features(), Format::npt(4, 0), |vm| {
+            filter.into_iter().for_each(|filter| vm.set_msr_filter(filter).unwrap());
+        });
+        let reads = step(|vmcs, gprs| {
+            gprs.0[1] = msr::STAR.into();
+            exit(ExitReason::Rdmsr)(vmcs, gprs);
+        });
+        let goes_on = step(move |vmcs, gprs| {
+            let info = vmcs.get(field::ENTRY_INTERRUPTION);
+            assert_eq!(info & 0xff == 13 && info & event::VALID != 0, refused, "{info:#x}");
+            vmcs.set(field::ENTRY_INTERRUPTION, 0);
+            exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+        });
+        play(&mut v, [reads, goes_on]);
     }
 }
