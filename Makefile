@@ -45,7 +45,7 @@ help:
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
-	@echo 'Variables: KERNEL=6.12|6.1|7.3|6.12-debug (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
+	@echo 'Variables: KERNEL=6.12|6.1|7.3|6.12-debug (the host kernel), MACHINE=amd|intel|amd-nrip, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock,'
 	@echo '           L1_PARAMETERS of the KVM in a Linux guest that is a hypervisor),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench) or targets (fuzz), address|thread (sanitize), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'

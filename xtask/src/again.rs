@@ -3,17 +3,17 @@
 //! some instructions. Bochs has shown no such loss, and there is one attempt. On the debug kernel there is one, too: what is looked for there
 //! may not come twice, and a whole run takes half an hour.
 
-use gannet_lab::{Job, Kernel, Machine};
+use gannet_lab::{Emulator, Job, Kernel};
 
 /// How often a machine is run at most.
 const ATTEMPTS: u32 = 3;
 
-/// Runs the machine of `job` until what comes of it is well, at most three times on amd and once on intel or on the debug
+/// Runs the machine of `job` until what comes of it is well, at most three times on QEMU and once on Bochs or on the debug
 /// kernel; the last result, well or not, and the number of its attempt, from 1. Nothing of an attempt that was not well is kept.
 pub fn until_well<T>(job: Job, run: impl FnMut(&Job) -> T, well: impl Fn(&T) -> bool) -> (T, u32) {
     let mut run = run;
     let mut job = job;
-    let again = job.machine == Machine::Amd && job.kernel != Kernel::Debug;
+    let again = job.machine.emulator() == Emulator::Qemu && job.kernel != Kernel::Debug;
     let attempts = if again { ATTEMPTS } else { 1 };
     let mut number = 1;
     loop {
@@ -29,7 +29,7 @@ pub fn until_well<T>(job: Job, run: impl FnMut(&Job) -> T, well: impl Fn(&T) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gannet_lab::Module;
+    use gannet_lab::{Machine, Module};
 
     /// What the attempts saw of their command lines, and what came of it, where those before `good` are not well.
     fn attempts(machine: Machine, kernel: Kernel, good: usize) -> (Vec<String>, (bool, u32)) {

@@ -240,7 +240,7 @@ fn nested_linux(options: &Options, names: &[&str], module: Module) -> String {
     let names: Vec<&str> = names.iter().filter_map(|n| n.strip_prefix(NESTED_LINUX)).collect();
     let kvm = match (options.machine(), &*options.l1_parameters) {
         (Machine::Amd, "") => " --kvm npt=0".to_owned(),
-        (Machine::Intel, "") => String::new(),
+        (Machine::Intel | Machine::AmdNrip, "") => String::new(),
         (_, parameters) => format!(" --kvm '{parameters}'"),
     };
     format!(

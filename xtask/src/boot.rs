@@ -4,7 +4,7 @@ use crate::options::Options;
 use crate::tools::Tools;
 use crate::{again, module, tools};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Event, Job, Layout, Machine, Module, Outcome, guest};
+use gannet_lab::{Emulator, Event, Job, Layout, Module, Outcome, guest};
 use serde::Deserialize;
 
 /// How a measured boot went.
@@ -103,9 +103,9 @@ pub fn job(
     Ok(job)
 }
 
-/// How long a measured boot's console may be silent on amd, in seconds. A boot as a whole takes half of that there; one that an event
+/// How long a measured boot's console may be silent on QEMU, in seconds. A boot as a whole takes half of that there; one that an event
 /// got lost of is soon tried again.
-const QUIET_ON_AMD: u64 = 60;
+const QUIET_ON_QEMU: u64 = 60;
 
 /// Boots with one CPU and counts instructions up to user space; again if user space does not answer.
 pub fn measure(
@@ -130,8 +130,8 @@ pub fn measure_kind(
     let mut job = job(layout, options, tools, module, 1, kind)?;
     job.command += " --unit instructions --report /out/boot.json";
     job.counting = true;
-    if job.machine == Machine::Amd {
-        job.patience = job.patience.with_quiet(QUIET_ON_AMD);
+    if job.machine.emulator() == Emulator::Qemu {
+        job.patience = job.patience.with_quiet(QUIET_ON_QEMU);
     }
     let run = |job: &Job| gannet_lab::run(layout, job, on_event);
     let well = |outcome: &Result<Outcome>| {

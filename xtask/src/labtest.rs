@@ -16,7 +16,7 @@ use crate::tools::Tools;
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{
-    BY_OWN_NAME, Job, Kernel, Layout, MACHINES, Machine, Module, Outcome, guest, programs,
+    BY_OWN_NAME, Emulator, Job, Kernel, Layout, MACHINES, Machine, Module, Outcome, guest, programs,
 };
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -139,11 +139,13 @@ pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
     // What an exit of the stock module takes besides, and what it never executes on that vendor's CPUs.
-    let (entry, besides, never) = match options.machine() {
-        Machine::Amd => ("vmrun", "vmload", "vmresume"),
-        Machine::Intel => ("vmresume", "vmread", "vmrun"),
+    let (entry, besides, never) = if options.machine().has_svm() {
+        ("vmrun", "vmload", "vmresume")
+    } else {
+        ("vmresume", "vmread", "vmrun")
     };
-    let name = format!("lab: the plugin counts one {} per exit", entry.to_uppercase());
+    let (entry_named, machine) = (entry.to_uppercase(), options.machine().name());
+    let name = format!("lab: the plugin counts one {entry_named} per exit on {machine}");
     test(name, job, move |outcome| {
         let count = |name: &str| {
             outcome.counts.first().and_then(|c| c.get(name)).copied().unwrap_or_default()
@@ -421,7 +423,7 @@ fn run_twice_if_need_be(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict
         records.iter().filter(|(_, v)| matches!(v, Verdict::Failed(_))).count()
     };
     // Bochs does the same every time.
-    let repeats = test.job.machine == Machine::Intel;
+    let repeats = test.job.machine.emulator() == Emulator::Bochs;
     if repeats || !(1..=FORGIVEN).contains(&failed(&first)) {
         return first;
     }

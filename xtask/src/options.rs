@@ -48,7 +48,7 @@ pub struct Options {
     /// The host's kernel: 6.12, 6.1, 7.3 or 6.12-debug
     #[arg(long, default_value_t = Kernel::V6_12)]
     pub kernel: Kernel,
-    /// The emulated machine, amd or intel: what runs on each of them then runs on that one alone
+    /// The emulated machine, amd, intel or amd-nrip: what runs on each of the first two then runs on that one alone
     #[arg(long)]
     machine: Option<Machine>,
     /// Whose /dev/kvm there is (boot, try): gannet, stock, or none, where the command loads a module itself
@@ -138,12 +138,16 @@ impl Options {
         self.machine.is_some()
     }
 
-    /// The options for each machine, or for the one that the user named.
+    /// The same options on a machine.
+    pub fn on(&self, machine: Machine) -> Options {
+        Options { machine: Some(machine), ..self.clone() }
+    }
+
+    /// The options for each machine that need not be named, or for the one that the user named.
     pub fn for_machines(&self) -> Vec<Options> {
-        let on = |machine| Options { machine: Some(machine), ..self.clone() };
         match self.machine {
-            Some(machine) => vec![on(machine)],
-            None => MACHINES.map(on).into(),
+            Some(machine) => vec![self.on(machine)],
+            None => MACHINES.map(|machine| self.on(machine)).into(),
         }
     }
 }
@@ -206,6 +210,7 @@ pub mod tests {
         assert_eq!(machines(&["--machine", ""]), MACHINES);
         assert_eq!(machines(&["--machine", "intel"]), [Machine::Intel]);
         assert_eq!(machines(&["--machine", "amd"]), [Machine::Amd]);
+        assert_eq!(machines(&["--machine", "amd-nrip"]), [Machine::AmdNrip]);
     }
 
     #[test]

@@ -124,9 +124,9 @@ fn run_tasks<'a>(layout: &Layout, tasks: Vec<Task<'a>>) -> Vec<(Task<'a>, Found)
 }
 
 fn title(tasks: &[Task<'_>]) -> String {
-    let of = |machine| tasks.iter().any(|task| task.options.machine() == machine);
-    let names: Vec<&str> =
-        gannet_lab::MACHINES.into_iter().filter(|m| of(*m)).map(Machine::name).collect();
+    let mut names: Vec<&str> = tasks.iter().map(|task| task.options.machine().name()).collect();
+    names.dedup();
+    names.reverse();
     let kernel = tasks.first().map_or(String::new(), |task| task.options.kernel.to_string());
     format!("measuring VM exits and booting Linux guests on {}, {kernel}", names.join(" and "))
 }

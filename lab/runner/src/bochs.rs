@@ -1,8 +1,8 @@
-//! The machine `intel`: Bochs with VMX, EPT and unrestricted guest. The kernel and the initramfs are put into memory by the emulator;
+//! The machines that run in Bochs: `intel` with VMX, EPT and unrestricted guest, `amd-nrip` with SVM and NRIP save. The kernel and the initramfs are put into memory by the emulator;
 //! an option ROM (`lab/intel/boot.S`) enters the kernel by PVH. What the machine says comes through port 0xE9, which the emulator
 //! writes to its own output, between two marks (`lab/host-init.sh`).
 
-use crate::{Job, Layout, image};
+use crate::{Job, Layout, Machine, image};
 use anyhow::{Context, Result, bail};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,17 @@ const BLOCK: u64 = 0x10_0000;
 /// XSAVE. `tsc_early_khz`: CPUID gives a frequency at which nothing here runs. `idle=halt`: MWAIT is slow to emulate. `initcall_blacklist`: a fifth of the boot, for names in traces.
 const COMMAND: &str = "console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable nokaslr panic=-1 \
                        random.trust_cpu=on cryptomgr.notests nowatchdog idle=halt \
-                       clearcpuid=xsaves,xsavec initcall_blacklist=trace_eval_init";
+                       initcall_blacklist=trace_eval_init";
+
+/// What differs between the processors: the file of `lab/intel` with the MSRs that are given, and what the kernel does not use. On
+/// `amd-nrip` that is MWAITX, too, in which the kernel waits in its delays: nothing ever ends it.
+fn vendors(machine: Machine) -> (&'static str, &'static str) {
+    if machine.has_svm() {
+        ("msrs-amd.def", "xsaves,xsavec,mwaitx")
+    } else {
+        ("msrs.def", "xsaves,xsavec")
+    }
+}
 
 /// Instructions in a microsecond of the machine's own time, by which all of its clocks go: about what Bochs does, so that a test that
 /// waits waits no longer than it means to.
@@ -53,7 +63,8 @@ pub fn command(
         bail!("{} MiB do not hold the kernel and the initramfs", job.memory);
     }
     let mhz = if job.counting { COUNTING_MHZ } else { MHZ };
-    let append = format!("{COMMAND} tsc_early_khz={mhz}000 {}", job.append);
+    let (msrs, unused) = vendors(job.machine);
+    let append = format!("{COMMAND} clearcpuid={unused} tsc_early_khz={mhz}000 {}", job.append);
     let page = info(kernel.entry, (at, size), append.trim_end())?;
     std::fs::write(folder.join("info"), page)?;
     let bochs = layout.out.join("bochs");
@@ -92,7 +103,7 @@ pub fn command(
         processor = job.processor,
         cpus = job.cpus,
         memory = job.memory,
-        msrs = layout.root.join("lab/intel/msrs.def").display(),
+        msrs = layout.root.join("lab/intel").join(msrs).display(),
         bios = bios.display(),
         share = share.display(),
         image = kernel.file.display(),

@@ -1,6 +1,6 @@
 //! What to run: a job's machine, kernel, module, files and command, and the initramfs that carries them.
 
-use crate::{Archive, Kernel, Layout, MACHINES, Machine, Patience};
+use crate::{Archive, Emulator, Kernel, Layout, MACHINES, Machine, Patience};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -99,7 +99,7 @@ impl Job {
 
     /// Whether its CPUs wake each other now and then (docs/lab.md): where the emulator loses interrupts, and nobody counts.
     fn has_pulse(&self) -> bool {
-        self.machine == Machine::Amd && self.cpus > 1 && !self.counting
+        self.machine.emulator() == Emulator::Qemu && self.cpus > 1 && !self.counting
     }
 
     /// The initramfs: busybox, every module of the lab for this kernel, the job's files, settings and command.
@@ -119,7 +119,7 @@ impl Job {
             Module::Gannet => {}
         }
         // The debug kernel's kvm-amd.ko does without: it has no encrypted guests.
-        let ccp = (self.machine == Machine::Amd && self.kernel != Kernel::Debug).then_some("ccp");
+        let ccp = (self.machine.has_svm() && self.kernel != Kernel::Debug).then_some("ccp");
         for name in ["irqbypass", "kvm", stock, "msr", "cpuid"].into_iter().chain(ccp) {
             let source = layout.stock_module(self.kernel, name);
             archive.file(&format!("modules/{name}.ko"), &source)?;
@@ -128,7 +128,7 @@ impl Job {
         let mut ours = BTreeMap::new();
         for machine in MACHINES {
             let of_machine = layout.gannet_modules(self.kernel, machine);
-            if chosen && machine == self.machine {
+            if chosen && machine.stock_module() == stock {
                 modules.extend(of_machine.iter().map(|(name, _)| name.clone()));
             }
             ours.extend(of_machine);
@@ -140,7 +140,7 @@ impl Job {
                 bail!("{} has not been built (make module)", file.display());
             }
         }
-        if self.machine == Machine::Intel {
+        if self.machine.emulator() == Emulator::Bochs {
             archive.file("bin/debug-port", &layout.out.join("bochs/debug-port"))?;
         }
         let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));

@@ -20,6 +20,6 @@ pub mod run;
 pub use archive::Archive;
 pub use job::{Job, Module};
 pub use layout::{BY_OWN_NAME, KERNELS, Kernel, Layout};
-pub use machine::{MACHINES, Machine};
+pub use machine::{Emulator, MACHINES, Machine};
 pub use patience::Patience;
 pub use run::{Counts, Event, Outcome, run, untimed};

@@ -1,7 +1,7 @@
 //! How long a machine is waited for: as long as its console moves, within a generous limit. A fixed time would end machines that are
 //! merely slow beside other work.
 
-use crate::{Kernel, Machine};
+use crate::{Emulator, Kernel, Machine};
 use std::cell::Cell;
 use std::fmt;
 use std::path::Path;
@@ -19,9 +19,9 @@ pub struct Patience {
 impl Patience {
     /// What suits a machine whose command prints what it does. Bochs is several times as slow as QEMU.
     pub fn of(machine: Machine) -> Self {
-        let (quiet, longest) = match machine {
-            Machine::Amd => (120, 3600),
-            Machine::Intel => (300, 4 * 3600),
+        let (quiet, longest) = match machine.emulator() {
+            Emulator::Qemu => (120, 3600),
+            Emulator::Bochs => (300, 4 * 3600),
         };
         Self { quiet: Duration::from_secs(quiet), longest: Duration::from_secs(longest) }
     }

@@ -1,6 +1,6 @@
 //! Builds programs of this workspace so that they run in a machine that has no libraries: statically linked.
 
-use crate::{Layout, Machine};
+use crate::{Emulator, Layout, Machine};
 use anyhow::{Result, bail};
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -38,9 +38,9 @@ fn quiet(what: &str) -> Option<&'static str> {
 /// Builds the plugin of a machine's emulator that counts instructions.
 pub fn build_plugin(layout: &Layout, machine: Machine) -> Result<PathBuf> {
     let folder = "cargo-plugin";
-    let (package, library) = match machine {
-        Machine::Amd => ("gannet-lab-plugin", "libgannet_lab_plugin.so"),
-        Machine::Intel => ("gannet-lab-bochs-plugin", "libgannet_lab_bochs_plugin.so"),
+    let (package, library) = match machine.emulator() {
+        Emulator::Qemu => ("gannet-lab-plugin", "libgannet_lab_plugin.so"),
+        Emulator::Bochs => ("gannet-lab-bochs-plugin", "libgannet_lab_bochs_plugin.so"),
     };
     let status = layout
         .cargo(folder)

@@ -3,7 +3,7 @@
 
 use crate::layout::Kernel;
 use crate::patience::{Clock, GivenUp, Watch};
-use crate::{Job, Layout, Machine, bochs};
+use crate::{Emulator, Job, Layout, bochs};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -170,16 +170,16 @@ fn run_in(
     let initramfs = folder.join("initramfs");
     std::fs::write(&initramfs, job.initramfs(layout)?)?;
     let (back, counts) = (folder.join("back"), folder.join("counts"));
-    let mut command = match job.machine {
-        Machine::Amd => emulator(layout, job, &initramfs, &back, &counts),
-        Machine::Intel => bochs::command(layout, job, folder, &initramfs, &counts)?,
+    let mut command = match job.machine.emulator() {
+        Emulator::Qemu => emulator(layout, job, &initramfs, &back, &counts),
+        Emulator::Bochs => bochs::command(layout, job, folder, &initramfs, &counts)?,
     };
     let errors = std::fs::File::create(folder.join("emulator.log"))?;
     let (monitor, theirs) = UnixStream::pair()?;
     monitor.set_nonblocking(true)?;
-    let stdin = match job.machine {
-        Machine::Amd => OwnedFd::from(theirs).into(),
-        Machine::Intel => Stdio::null(),
+    let stdin = match job.machine.emulator() {
+        Emulator::Qemu => OwnedFd::from(theirs).into(),
+        Emulator::Bochs => Stdio::null(),
     };
     command.stdin(stdin).stdout(Stdio::piped()).stderr(errors);
     let spawned = command.spawn();
@@ -200,7 +200,7 @@ fn run_in(
         let ran = clock.elapsed().as_secs();
         let text = console.text + &serial();
         let mut tail = Outcome { console: text, ..Outcome::default() }.tail(15);
-        if job.machine == Machine::Amd {
+        if job.machine.emulator() == Emulator::Qemu {
             let state = state(&mut monitor);
             // The reason is to be told, whatever becomes of the file.
             let _ = std::fs::write(folder.join("state"), &state);
@@ -210,8 +210,8 @@ fn run_in(
     }
     let status = process.0.wait()?;
     let log = || std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
-    let intel = job.machine == Machine::Intel;
-    let ended_well = status.success() || (intel && bochs::ended_well(&log()));
+    let bochs = job.machine.emulator() == Emulator::Bochs;
+    let ended_well = status.success() || (bochs && bochs::ended_well(&log()));
     if !ended_well {
         let log = log();
         let log: Vec<&str> = log.lines().filter(|l| !l.contains("TCG doesn't support")).collect();
@@ -219,9 +219,9 @@ fn run_in(
     }
     let mut outcome =
         Outcome { console: console.text, took: clock.elapsed(), ..Outcome::default() };
-    let back = match job.machine {
-        Machine::Amd => std::fs::read(&back).unwrap_or_default(),
-        Machine::Intel => port.finish(),
+    let back = match job.machine.emulator() {
+        Emulator::Qemu => std::fs::read(&back).unwrap_or_default(),
+        Emulator::Bochs => port.finish(),
     };
     read_back(&back, &mut outcome);
     if outcome.status.is_none() {
@@ -262,9 +262,9 @@ fn follow(
                 let mut take = |text: &[u8]| {
                     console.take(text, &mut |line| on_event(Event::Line(line)));
                 };
-                match job.machine {
-                    Machine::Amd => take(&bytes),
-                    Machine::Intel => port.take(&bytes, &mut take),
+                match job.machine.emulator() {
+                    Emulator::Qemu => take(&bytes),
+                    Emulator::Bochs => port.take(&bytes, &mut take),
                 }
                 if let Some(text) = console.pending() {
                     on_event(Event::Pending(&text));
@@ -278,7 +278,7 @@ fn follow(
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 left?;
                 // Counted instructions are the same every time only without it, and there nothing is lost.
-                if !job.counting && job.machine == Machine::Amd {
+                if !job.counting && job.machine.emulator() == Emulator::Qemu {
                     tap(monitor, job.kernel);
                 }
             }

@@ -11,8 +11,8 @@ mod results;
 
 use crate::options::Options;
 use crate::report::write_whole;
-use anyhow::{Context, Result};
-use gannet_lab::{KERNELS, Layout};
+use anyhow::{Context, Result, bail};
+use gannet_lab::{KERNELS, Layout, MACHINES};
 use plan::Papers;
 use results::All;
 use std::collections::BTreeMap;
@@ -26,6 +26,9 @@ const JSON: &str = "mechanisms.json";
 
 /// Measures, or reads what was measured, and writes everything; whether every limit is met.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
+    if !MACHINES.contains(&options.machine()) {
+        bail!("MACHINE={}: the mechanisms have limits on amd and intel", options.machine().name());
+    }
     let started = Instant::now();
     let folder = destination(layout, options);
     let papers = Arc::new(Papers::read()?);
