@@ -10,10 +10,10 @@ pub const ROOT: u64 = 0x4000;
 /// The handlers of all vectors.
 pub const INTERRUPTS: u64 = 0xc000;
 pub const PROGRAM: u64 = 0x10000;
-/// Five pages for a guest that is a hypervisor itself: its control block, what the CPU keeps of it, permission maps.
+/// Six pages for a guest that is a hypervisor itself: its control block, what the CPU keeps of it, permission maps, another block.
 pub const NESTED: u64 = 0x13000;
 /// One page per vCPU. Its first 8 bytes count the interrupts taken.
-pub const MAILBOXES: u64 = 0x18000;
+pub const MAILBOXES: u64 = 0x19000;
 /// One page per vCPU.
 pub const STACKS: u64 = 0x1c000;
 /// 8 bytes per sample, up to the end of memory.
@@ -43,7 +43,7 @@ pub const PORT_COUNT: u16 = 0xf7;
 pub const PORT_FAULT: u16 = 0xf5;
 
 const _: () = assert!(ROOT + IDENTITY_MAP_BYTES <= INTERRUPTS);
-const _: () = assert!(NESTED + 5 * PAGE <= MAILBOXES);
+const _: () = assert!(NESTED + 6 * PAGE <= MAILBOXES);
 
 /// The mailbox of vCPU `id`.
 pub fn mailbox(id: u32) -> u64 {

@@ -11,6 +11,9 @@
 //!
 //! For `nested_seldom` L1 also reads the base of L2's ES and writes it back, as an L1 that emulates does. No shadow VMCS has it, so
 //! that both exit, and what a hypervisor keeps for such fields is brought up to date both ways.
+//!
+//! For `nested_two` L1 has two L2s and enters them in turn, as one does whose guest has two vCPUs on one of its own. One operation is an
+//! entry, with VMPTRLD before it under VMX, and the exit.
 
 use super::layout::{FRESH_MEMORY, NESTED_TABLES};
 use super::program::Program;
@@ -76,6 +79,7 @@ struct Programs {
     page_fault: fn() -> Program,
     osxsave: fn() -> Program,
     seldom: fn() -> Program,
+    two: fn() -> Program,
 }
 
 /// Every nested workload, in the order in which they run.
@@ -104,6 +108,9 @@ pub const ALL: &[Workload] = &[
         "CPUID of a guest's guest, with a field that L1s seldom use",
         |guest| plan(guest, |of| of.seldom),
     ),
+    workload("nested_two", "CPUID of two guests of a guest in turn", |guest| {
+        plan(guest, |of| of.two)
+    }),
 ];
 
 const fn workload(

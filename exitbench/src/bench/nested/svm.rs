@@ -1,4 +1,4 @@
-//! L1 for SVM: one control block, whose guest runs in L1's own address space; without nested paging but for page faults.
+//! L1 for SVM: one control block, or two, whose guest runs in L1's own address space; without nested paging but for page faults.
 //!
 //! APM vol. 2 §15.5 (VMRUN), appendix B (the block). After an exit L1 goes on with GIF clear, which no workload
 //! here minds: no interrupt is wanted.
@@ -14,11 +14,18 @@ macro_rules! skip {
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags, this virtual interrupt and under these
 /// words of intercepts, and whose L1 does what is named `after` an exit. `paging` is done last,
-/// with the block's address in RDI.
+/// with the block's address in RDI. `block` has the address of the block to be run in RAX.
 macro_rules! svm_program {
     ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal, flags: $flags:literal,
      interrupt: $interrupt:literal, $(paging: [$($paging:expr),*],)? before: [$($before:expr),*], instruction: $instruction:expr,
      after: $after:expr) => {
+        svm_program!($function, $name, third: $third, fourth: $fourth, flags: $flags, interrupt: $interrupt,
+            $(paging: [$($paging),*],)? before: [$($before),*], instruction: $instruction,
+            block: "mov $exitbench_nested, %eax", after: $after);
+    };
+    ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal, flags: $flags:literal,
+     interrupt: $interrupt:literal, $(paging: [$($paging:expr),*],)? before: [$($before:expr),*], instruction: $instruction:expr,
+     block: $block:literal, after: $after:expr) => {
         guest_program!(
             $function,
             $name,
@@ -103,7 +110,7 @@ macro_rules! svm_program {
                 "6:"
             ],
             operation: [
-                "mov $exitbench_nested, %eax",
+                $block,
                 "vmrun",
                 $after
             ]
@@ -129,6 +136,13 @@ svm_program!(osxsave, "nested_svm_osxsave", third: "1 << 18", fourth: "0", flags
 svm_program!(seldom, "nested_svm_seldom", third: "1 << 18", fourth: "0", flags: "2", interrupt: "0",
     before: [], instruction: "cpuid",
     after: concat!(skip!("2"), "; mov exitbench_nested + 0x408, %rax; mov %rax, exitbench_nested + 0x408"));
+// The two blocks are run in turn. Their L2s differ in the ASID and the stack.
+svm_program!(two, "nested_svm_two", third: "1 << 18", fourth: "0", flags: "2", interrupt: "0",
+    paging: ["mov %rdi, %rsi; mov $exitbench_nested + 0x5000, %edi; mov $4096 / 8, %ecx; rep movsq; sub $4096, %edi",
+        "movl $2, 0x58(%rdi); subq $256, 0x5d8(%rdi); mov %edi, %ebx"],
+    before: [], instruction: "cpuid",
+    block: "xor $exitbench_nested ^ (exitbench_nested + 0x5000), %ebx; mov %ebx, %eax",
+    after: "addq $2, 0x578(%rbx)");
 // A virtual interrupt waits that L2 can take, and L1 intercepts that: L2 exits before its first instruction.
 svm_program!(entry, "nested_svm_entry", third: "1 << 4", fourth: "0", flags: "0x202",
     interrupt: "1 << 8 | 1 << 20", before: [], instruction: "ud2", after: "nop");
@@ -151,4 +165,5 @@ pub const PROGRAMS: super::Programs = super::Programs {
     page_fault,
     osxsave,
     seldom,
+    two,
 };

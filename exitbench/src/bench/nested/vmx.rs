@@ -1,4 +1,4 @@
-//! L1 for VMX: one VMCS, whose guest runs in L1's own address space; without EPT but for page faults.
+//! L1 for VMX: one VMCS, or two, whose guest runs in L1's own address space; without EPT but for page faults.
 //!
 //! SDM vol. 3C chapters 24 to 31. The host's RIP is a trampoline that jumps to where the operation goes on, since an
 //! operation stands in a program twice. Fields that are not in the table below are zero, as VMCLEAR of a page of
@@ -19,10 +19,12 @@ macro_rules! skip {
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags and under these primary controls, and
 /// whose L1 does what is named `after` an exit. `ept` has what is done for EPT, the control and the fields; `l1_cr4`
-/// changes the CR4 in RAX, which L2 has, into L1's.
+/// changes the CR4 in RAX, which L2 has, into L1's. `each` is done behind the setup of a VMCS, and may have another set up;
+/// `load` is done before each entry.
 macro_rules! vmx_program {
     ($function:ident, $name:literal, primary: $primary:literal, flags: $flags:literal,
-     $(ept: [$tables:expr, $control:literal, $fields:literal],)? $(l1_cr4: $l1_cr4:literal,)? before: [$($before:expr),*],
+     $(ept: [$tables:expr, $control:literal, $fields:literal],)? $(l1_cr4: $l1_cr4:literal,)?
+     $(own: $own:literal, each: $each:literal, load: $load:literal,)? before: [$($before:expr),*],
      instruction: $instruction:expr, after: $after:expr) => {
         guest_program!(
             $function,
@@ -43,9 +45,9 @@ macro_rules! vmx_program {
                 "xor %edx, %edx",
                 "wrmsr",
                 "2:",
-                // Two pages of zeroes: the VMXON region and the VMCS, each with its revision.
+                // Four pages of zeroes: the VMXON region, a VMCS, what L1 keeps, another VMCS. The regions have their revision.
                 "mov $exitbench_nested, %edi",
-                "mov $0x2000 / 8, %ecx",
+                "mov $0x4000 / 8, %ecx",
                 "xor %eax, %eax",
                 "rep stosq",
                 "mov $0x480, %ecx",
@@ -53,12 +55,16 @@ macro_rules! vmx_program {
                 "and $0x7fffffff, %eax",
                 "mov %eax, exitbench_nested",
                 "mov %eax, exitbench_nested + 0x1000",
+                "mov %eax, exitbench_nested + 0x3000",
+                // What L1 keeps: where to go on behind an exit, the VMCS and its VPID.
+                "movq $exitbench_nested + 0x1000, exitbench_nested + 0x2008",
+                "movq $1, exitbench_nested + 0x2010",
                 "sub $32, %rsp",
                 "movq $exitbench_nested, (%rsp)",
                 "vmxon (%rsp)",
-                "movq $exitbench_nested + 0x1000, (%rsp)",
-                "vmclear (%rsp)",
-                "vmptrld (%rsp)",
+                "0:",
+                "vmclear exitbench_nested + 0x2008",
+                "vmptrld exitbench_nested + 0x2008",
                 $($tables,)?
                 // Controls: what is wanted, and what the capability MSR demands and allows.
                 "lea 3f(%rip), %rsi",
@@ -73,9 +79,9 @@ macro_rules! vmx_program {
                 "add $12, %rsi",
                 "jmp 2b",
                 "2:",
-                // VPID 1, whose encoding is 0.
+                // The VPID, whose encoding is 0.
                 "xor %edx, %edx",
-                "mov $1, %eax",
+                "mov exitbench_nested + 0x2010, %eax",
                 "vmwrite %rax, %rdx",
                 // Fields with a value of their own, which is extended by its sign.
                 "lea 4f(%rip), %rsi",
@@ -135,6 +141,7 @@ macro_rules! vmx_program {
                 "lea 5f(%rip), %rax",
                 "mov $0x6c16, %edx",
                 "vmwrite %rax, %rdx",
+                $($own,)?
                 // The first entry: a VMCS is launched once.
                 "lea 6f(%rip), %rax",
                 "mov %rax, exitbench_nested + 0x2000",
@@ -173,8 +180,10 @@ macro_rules! vmx_program {
                 "jmp *exitbench_nested + 0x2000",
                 "6:",
                 $after
+                $(, $each)?
             ],
             operation: [
+                $($load,)?
                 "lea 1f(%rip), %rax",
                 "mov %rax, exitbench_nested + 0x2000",
                 "vmresume",
@@ -202,6 +211,12 @@ vmx_program!(osxsave, "nested_vmx_osxsave", primary: "0", flags: "2",
 vmx_program!(seldom, "nested_vmx_seldom", primary: "0", flags: "2",
     before: [], instruction: "cpuid",
     after: concat!(skip!("2"), "; mov $0x6806, %edx; vmread %rdx, %rax; vmwrite %rax, %rdx"));
+// The two VMCSs are current in turn. Their L2s differ in the VPID and in the bases of FS and GS.
+vmx_program!(two, "nested_vmx_two", primary: "0", flags: "2",
+    own: "mov exitbench_nested + 0x2008, %rax; mov $0x680e, %edx; vmwrite %rax, %rdx; mov $0x6810, %edx; vmwrite %rax, %rdx",
+    each: "xorl $0x2000, exitbench_nested + 0x2008; incl exitbench_nested + 0x2010; cmpl $3, exitbench_nested + 0x2010; je 2f; sub $32, %rsp; jmp 0b; 2:",
+    load: "xorl $0x2000, exitbench_nested + 0x2008; vmptrld exitbench_nested + 0x2008",
+    before: [], instruction: "cpuid", after: skip!("2"));
 // L2 can take interrupts and L1 waits for that: L2 exits before its first instruction.
 vmx_program!(entry, "nested_vmx_entry", primary: "1 << 2", flags: "0x202",
     before: [], instruction: "ud2", after: "nop");
@@ -223,4 +238,5 @@ pub const PROGRAMS: super::Programs = super::Programs {
     page_fault,
     osxsave,
     seldom,
+    two,
 };
