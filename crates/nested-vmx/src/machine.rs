@@ -2,6 +2,7 @@
 //! (SDM vol. 3C §31.3).
 
 mod access;
+mod composed;
 pub mod enlightened;
 mod entry;
 mod function;
@@ -13,6 +14,7 @@ mod transition;
 use x86::vmcs::{Groups, InstructionError, ProcControls2};
 use x86::{Cr0, Exception, Gpa, Rflags};
 
+pub use composed::Composed;
 pub use enlightened::Told;
 pub use entry::{Entered, EntryBy, PendingEntry};
 pub use function::Switch;
@@ -151,6 +153,8 @@ pub struct Machine {
     dirty: Groups,
     /// What L1 has changed since it was last checked.
     unchecked: Groups,
+    /// Counts how often what VMCSs are composed and checked by has changed, for all of them; never 0.
+    rules: u64,
     /// What an exit has left in the hardware's VMCS and the VMCS12 does not have yet.
     behind: Groups,
     /// What was behind when L2 was entered last, until it has left: it still is if the entry fails.
@@ -201,6 +205,7 @@ impl Machine {
         owes: 0,
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
+        rules: 1,
         behind: Groups::NONE,
         entered_behind: Groups::NONE,
         alone: None,
@@ -280,9 +285,26 @@ impl Machine {
         self.dirty = self.dirty.union(groups);
     }
 
-    /// Nothing is taken for composed or checked: the hardware's VMCS is another one, CPUID or the capabilities
-    /// have changed, or dirty tracking is off.
+    /// As [`touch`](Self::touch), of each VMCS that was composed.
+    #[cold]
+    pub fn touch_each(&mut self, groups: Groups) {
+        self.touch(groups);
+        self.change_rules();
+    }
+
+    /// Nothing is taken for composed or checked, of whatever VMCS: CPUID or the capabilities have changed, or L1 is not who it was.
     pub fn touch_all(&mut self) {
+        self.touch_whole();
+        self.change_rules();
+    }
+
+    fn change_rules(&mut self) {
+        self.rules = self.rules.wrapping_add(1).max(1);
+    }
+
+    /// Nothing is taken for composed or checked of the hardware's VMCS that L2 is entered with next: it is another one, has other
+    /// words, or dirty tracking is off.
+    pub fn touch_whole(&mut self) {
         self.dirty = Groups::ALL;
         self.unchecked = Groups::ALL;
         self.host_changed = true;
@@ -457,6 +479,8 @@ impl Machine {
     pub fn reset(&mut self) {
         // The regions in L1's memory keep what they have: how much of a VMCS was written back before, no CPU says.
         self.set_regions(None, None);
+        // L1 begins anew, and so does what is made for it.
+        self.touch_all();
         self.level = Level::L1;
         self.run_pending = false;
         self.entered_behind = Groups::NONE;
@@ -477,8 +501,9 @@ impl Machine {
         // What L1 has written into the hardware's shadow VMCS was for the VMCS that goes. Who wants it takes it before.
         self.mirror.drop_writes();
         self.release_enlightened();
-        // vmcs02 was composed of another VMCS12: no group may be taken for composed, or for checked.
-        self.touch_all();
+        // vmcs02 was composed of another VMCS12: no group may be taken for composed, or for checked. Whoever knows of what it was
+        // says so behind this ([`Self::take_up`]).
+        self.touch_whole();
     }
 
     pub(crate) fn images(&mut self) -> (&mut Vmcs12, &mut Vmcs12) {

@@ -51,6 +51,11 @@ impl Vmcs12 {
         self.words[0] = u64::from(VMCS12_REVISION);
     }
 
+    /// The image, by words.
+    pub(crate) fn words(&self) -> &[u64; WORDS] {
+        &self.words
+    }
+
     /// Bits 31:0 of the region: revision, and bit 31, which makes it a shadow VMCS.
     #[inline]
     // The abort indicator lies above.

@@ -26,12 +26,13 @@ impl<C: Cpu> Vmx<C> {
         self.cold.last_at = at;
         // The tag, not the translations: a fresh VPID has none, and costs no INVVPID of another CPU's.
         self.vmcs.drop_vpid();
-        // Both: which of the two ran when the vCPU was here last is not known.
+        // All: which of them ran when the vCPU was here last is not known.
         if let Some(n) = &mut self.nested {
-            n.other.drop_vpid();
+            n.drop_vpids();
         }
         // TDP translations, too: what was flushed where the vCPU was is still here.
-        self.attention |= attention::FLUSH | attention::FLUSH_TDP;
+        self.attention |= attention::FLUSH;
+        self.flush_all_roots();
     }
 
     /// The VMCS runs on a CPU where it did not run last, or that was off meanwhile.
@@ -89,14 +90,16 @@ impl<C: Cpu> Vmx<C> {
         let load = if wanted.is_some() { bit.bits() } else { 0 };
         self.set(fields::ENTRY_CONTROLS, controls | load);
         // The level that does not run now may do so before the loop is left.
-        if let Some(n) = &self.nested {
+        let Some(n) = &self.nested else { return };
+        // Another vmcs02 has the bit as it was when that was composed, and is entered in no loop but one that begins later.
+        for vmcs in n.others() {
             // The value of this loop: it is loaded by whichever VMCS is entered.
             if let Some(value) = wanted {
-                n.other.set(&self.cpu, fields::GUEST_PERF_GLOBAL_CTRL, value);
+                vmcs.set(&self.cpu, fields::GUEST_PERF_GLOBAL_CTRL, value);
             }
             // Where nothing is known of the other word it is composed before it is used.
-            if let Some(word) = n.other.fields.get(fields::ENTRY_CONTROLS) {
-                n.other.set(&self.cpu, fields::ENTRY_CONTROLS, word & !bit.bits() | load);
+            if let Some(word) = vmcs.fields.get(fields::ENTRY_CONTROLS) {
+                vmcs.set(&self.cpu, fields::ENTRY_CONTROLS, word & !bit.bits() | load);
             }
         }
     }

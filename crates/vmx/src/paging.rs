@@ -154,7 +154,11 @@ impl<C: Cpu> Translation for Vmx<C> {
 
     fn flush_tdp(&mut self) {
         // Without EPT there is no EPT pointer: all translations are under the VPID.
-        self.attention |= if self.paging.shadow { attention::FLUSH } else { attention::FLUSH_TDP };
+        if self.paging.shadow {
+            self.attention |= attention::FLUSH;
+        } else {
+            self.flush_all_roots();
+        }
     }
 
     fn reaches_device(&mut self) {
@@ -170,6 +174,14 @@ impl<C: Cpu> Translation for Vmx<C> {
 }
 
 impl<C: Cpu> Vmx<C> {
+    /// What was made from whatever tables is forgotten, of a root that no VMCS has that may be entered now when that comes back.
+    pub(crate) fn flush_all_roots(&mut self) {
+        self.attention |= attention::FLUSH_TDP;
+        if let Some(n) = &mut self.nested {
+            n.seconds.owe_flush();
+        }
+    }
+
     /// Sets the EPT pointer of the current VMCS.
     #[inline(always)]
     pub(crate) fn set_ept_pointer(&mut self, pointer: u64) {

@@ -223,7 +223,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         if changed.intersects(Cr0::CD_NW)
             && let Some(n) = &mut self.nested
         {
-            n.machine.touch(Groups::of(Group::ControlRegisters));
+            n.machine.touch_each(Groups::of(Group::ControlRegisters));
         }
         // VMX fixes them to 1, but not for a guest that may run without paging and protection.
         let fixed = self.features.cr0_fixed - Cr0::PG_PE;

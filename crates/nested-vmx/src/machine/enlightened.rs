@@ -289,6 +289,7 @@ impl Machine {
         // None is current behind it: VMREAD and the next entry find nothing, rather than a VMCS that was half changed.
         self.write_back(l1);
         self.set_regions(self.vmxon, None);
+        self.touch_all();
     }
 
     /// Another page is current from now on: all of it is read, and nothing is clean.
@@ -300,6 +301,8 @@ impl Machine {
         // The VMCS that was current by VMPTRLD is given up, with what it has.
         self.write_back(l1);
         self.set_regions(self.vmxon, None);
+        // What is composed of the page is composed of no VMCS12 that VMPTRLD could bring back.
+        self.touch_all();
         if !good {
             return Err(Fail::Invalid);
         }

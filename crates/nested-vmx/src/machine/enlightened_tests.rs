@@ -6,7 +6,7 @@ use x86::vmcs::{ExitReason, InstructionError, PinControls, ProcControls, ProcCon
 use super::*;
 use crate::Vmcs12;
 use crate::leave::Report;
-use crate::machine::{Entered, EntryBy, Instruction, PendingEntry};
+use crate::machine::{Composed, Entered, EntryBy, Instruction, PendingEntry};
 use crate::saved::{self, Context, HEADER, IMAGE, Images, Onto, Restored, flag};
 use crate::testing::{CPU, KNOWN, LIMITS, Memory, Vmcs02, capabilities, good, set};
 
@@ -104,6 +104,30 @@ impl Guest {
         self.memory.put(0xf000, &to.to_le_bytes());
         self.execute(instruction(Ok(0xf000)))
     }
+}
+
+/// A region was set down, and the hardware's VMCS is composed of a page since: what comes back finds nothing composed.
+#[test]
+fn what_is_composed_of_a_page_is_composed_of_no_region() {
+    let mut guest = Guest::new();
+    guest.name(0, PAGE);
+    guest.pointer(|pointer| Instruction::Vmptrld { pointer }, REGION).unwrap();
+    let entry =
+        guest.machine.execute_entry(EntryBy::Vmlaunch, &CPU, &LIMITS, &guest.memory).unwrap();
+    let entered = guest.machine.finish_entry(&LIMITS, &guest.memory);
+    assert!(matches!(entered, Entered::L2(_)));
+    guest.machine.entered(entry);
+    guest.leave(&left());
+    guest.machine.fetch(&left(), &KNOWN, Groups::ALL);
+    let mut down = Composed::NOTHING;
+    guest.machine.set_down(&mut down);
+    guest.name(1, PAGE);
+    guest.run(EntryBy::Vmlaunch);
+    guest.leave(&left());
+    guest.name(0, PAGE);
+    guest.pointer(|pointer| Instruction::Vmptrld { pointer }, REGION).unwrap();
+    guest.machine.take_up(&down, &down);
+    assert_eq!(guest.machine.dirty(), Groups::ALL);
 }
 
 /// What L2 has left in the hardware's VMCS.

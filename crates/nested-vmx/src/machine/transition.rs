@@ -118,7 +118,7 @@ impl Machine {
         self.run_pending = false;
         self.forget_pending();
         // The hardware's VMCS may be half composed.
-        self.touch_all();
+        self.touch_whole();
     }
 
     /// Groups that the VMCS12 does not have yet since an exit. All of them are fetched before the state is

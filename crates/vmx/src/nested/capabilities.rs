@@ -108,7 +108,7 @@ impl<C: Cpu> Vmx<C> {
                 // The shadow VMCS first: vmcs01 must not name a page that is freed.
                 self.drop_shadow(&mut n);
                 // Its page must not be written after it is freed.
-                n.other.clear_elsewhere();
+                n.clear_elsewhere();
             }
             return;
         }

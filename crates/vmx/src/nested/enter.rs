@@ -129,14 +129,14 @@ impl<C: Cpu> Vmx<C> {
         let now = self.sources(n);
         // A dozen words compared, in place of composing what follows from them.
         // By value: who changes a word of L0's need not know that there is an L2.
-        if n.sources.get() != Some(now) {
-            n.sources.set(Some(now));
-            n.l0 = self.l0_part(n, &now);
+        if n.made.sources.get() != Some(now) {
+            n.made.sources.set(Some(now));
+            n.made.l0 = self.l0_part(n, &now);
             n.machine.touch(of_l0());
         }
         // For measurements, and to find out whether a fault is one of tracking: all is composed, all is checked.
         if n.without_tracking {
-            n.machine.touch_all();
+            n.machine.touch_whole();
         }
     }
 
@@ -377,24 +377,24 @@ impl<C: Cpu> Vmx<C> {
     #[inline(always)]
     fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         // At each entry: L1 changes it without VMWRITE, and L2's follows from it.
-        n.l0.efer = self.efer.bits();
+        n.made.l0.efer = self.efer.bits();
         self.cold.words_of_l1 = (self.cr0, self.cr4, self.efer);
         n.exit_tsc.begin();
         if dirty.has(Group::Msrs) {
             // Without that control L2 begins with L1's DR7, which vmcs02 does not have.
             // A VMREAD that is spared for those who load the register: DR7 is L1's to change without an exit.
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
-                n.l0.dr7 = self.get(fields::GUEST_DR7);
+                n.made.l0.dr7 = self.get(fields::GUEST_DR7);
             }
-            n.l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
-            n.l0.pat = self.get(fields::GUEST_PAT);
+            n.made.l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
+            n.made.l0.pat = self.get(fields::GUEST_PAT);
         }
         // What is read of vmcs01 is read above, while it is loaded.
         self.exchange(n);
         // Whoever runs the loop finds L2's root anew before L2 is entered.
         // Known or 0, which is no pointer: without tables of L1's L2 runs on what L1 runs on.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
-        self.set_ept_pointer(if n.machine.vmcs12().has_own_root() { n.root } else { of_l1 });
+        self.set_ept_pointer(if n.machine.vmcs12().has_own_root() { n.made.root } else { of_l1 });
         // Behind the exchange: from here on what is set goes into vmcs02.
         self.compose(n, dirty);
         self.load_l2(n, gprs, dirty);
@@ -411,7 +411,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     fn compose(&mut self, n: &Nested, dirty: Groups) {
-        let l0 = &n.l0;
+        let l0 = &n.made.l0;
         let v = n.machine.vmcs12();
         let mut block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         // Only with nested_dirty_tracking=0.
@@ -446,7 +446,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// What of L2's state the vCPU keeps, and what an entry does beside loading it.
     fn load_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
-        let l0 = &n.l0;
+        let l0 = &n.made.l0;
         let v = n.machine.vmcs12();
         // Before `own` and all that changes controls: from here on they respect what L1 wants of L2.
         let of_l1 = &mut self.cold.of_l1;
@@ -460,7 +460,7 @@ impl<C: Cpu> Vmx<C> {
         of_l1.cr4 = Cr4::from_bits_retain(v.get(field::CR4_MASK));
         // Before CR0 and CR4 are looked at: which bits are L2's own follows from the word above.
         self.own();
-        let (cr0, new) = match n.kept_by_l0 {
+        let (cr0, new) = match n.made.kept_by_l0 {
             // As vmcs02 has them: they were not composed, and the VMCS12 has older ones.
             Some(kept) if n.machine.behind().has(Group::ControlRegisters) => kept,
             _ => (
@@ -482,15 +482,18 @@ impl<C: Cpu> Vmx<C> {
             self.attention |= attention::INJECT;
         }
         // L2 has one VPID of ours: what L1 gave another VPID must not be found under it.
-        let flush = merge::flush(v, n.last_vpid, Transition::Entry);
+        let flush = merge::flush(v, n.made.last_vpid, Transition::Entry);
         if flush != Flush::None {
             self.attention |= attention::FLUSH;
         }
         match flush {
             Flush::None => {}
-            Flush::L2 => n.last_vpid = v.get(field::VPID),
+            Flush::L2 => {
+                n.made.last_vpid = v.get(field::VPID);
+                n.seconds.give_up_vpid(n.made.last_vpid);
+            }
             // Without a VPID of its own L2 leaves under the tag what no VPID of L1's may find.
-            Flush::Both => n.last_vpid = 0,
+            Flush::Both => n.made.last_vpid = 0,
         }
         // Without a VPID the CPU forgets what it made of L1's tables, and looks at their flags anew (SDM vol. 3C §29.4.3.1):
         // L1 may clear them without INVEPT. Only for a log, which is what misses such a page: each such entry compares.
@@ -537,7 +540,7 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) -> Result<(), EntryFailure> {
         // vmcs02 gets words that VMCS12 does not name.
-        n.machine.touch_all();
+        n.machine.touch_whole();
         // One that an earlier entry left is of that entry.
         n.lists.forget();
         n.lists.load(By::Entry);
@@ -622,9 +625,9 @@ impl<C: Cpu> Vmx<C> {
         // Without a map every MSR exits (SDM vol. 3C §26.1.3).
         if v.primary().contains(ProcControls::MSR_BITMAPS) {
             self.map_msrs_of_both(n, memory);
-        } else if n.map != Map::Closed {
+        } else if n.made.map != Map::Closed {
             // Closed already: nothing is written to a map that is as it should be.
-            n.map.follow(Map::Closed, &n.other.msr_map);
+            n.made.map.follow(Map::Closed, &n.other.msr_map);
         }
     }
 
@@ -651,8 +654,8 @@ impl<C: Cpu> Vmx<C> {
             Err(_) => Map::Closed,
         };
         // Most entries find the map as it was: ten words compared, none written.
-        if n.map != wanted {
-            n.map.follow(wanted, &n.other.msr_map);
+        if n.made.map != wanted {
+            n.made.map.follow(wanted, &n.other.msr_map);
         }
     }
 
@@ -667,7 +670,7 @@ impl<C: Cpu> Vmx<C> {
             self.vmcs.msr_map.intercept(index, Directions::all());
         }
         if let Some(n) = &mut self.nested {
-            n.map = Map::Unknown;
+            n.made.map = Map::Unknown;
         }
     }
 }
@@ -700,5 +703,5 @@ fn passed_by_copies<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Pa
 #[cold]
 #[inline(never)]
 fn compose_blind<C: Cpu>(n: &Nested, dirty: Groups, block: Block<'_, C>) {
-    merge::compose(&n.l0, n.machine.vmcs12(), dirty, &mut Blind(block));
+    merge::compose(&n.made.l0, n.machine.vmcs12(), dirty, &mut Blind(block));
 }

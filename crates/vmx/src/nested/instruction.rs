@@ -357,11 +357,16 @@ impl<C: Cpu> Vmx<C> {
         }
         let cpu = self.nested_cpu(n, reason);
         let limits = self.nested_limits();
+        let before = n.machine.current();
+        if matches!(instruction, Instruction::Vmptrld { .. } | Instruction::Vmclear { .. }) {
+            n.set_down(matches!(instruction, Instruction::Vmptrld { .. }));
+        }
         let result = n.machine.execute(instruction, &cpu, &limits, &mut memory);
         // An operand that was found, and a region that was not: the whole is done again.
         if memory.has_missed() {
             return Executed::Outside;
         }
+        n.take_up(before, self.features.revision, self.attention);
         let done = self.conclude(n, gprs, result, &memory);
         // An INIT may have waited for the end of VMX operation.
         let ends = reason == ExitReason::Vmxoff && done == Executed::Retired;
@@ -396,7 +401,7 @@ impl<C: Cpu> Vmx<C> {
             Ok(Then::Invalidate(what)) => {
                 // Whatever it names, it lies under the one tag of L2's.
                 // By a new tag, which has nothing: INVVPID would have to be done on this CPU, now.
-                n.other.drop_vpid();
+                n.drop_vpids();
                 n.note_flush(what);
                 Executed::Retired
             }

@@ -1,21 +1,20 @@
 //! What is kept of a guest that is a hypervisor.
 
-use core::cell::Cell;
-
 use backend::L1Flush;
 use host::{KBox, NoMemory};
-use nested_vmx::{
-    Capabilities, Machine,
-    merge::{self, time::Deadline},
-};
+use nested_vmx::{Capabilities, Machine, merge::time::Deadline};
 use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4, Efer, Gpa};
 
 use crate::{
     features::Features,
     host_words::HostWords,
-    nested::{exit_tsc::ExitTsc, list::Lists},
-    passed::{Map, Passed},
+    nested::{
+        exit_tsc::ExitTsc,
+        list::Lists,
+        seconds::{Made, Seconds},
+    },
+    passed::Passed,
     shadow_vmcs::Shadow,
     vmcs::Vmcs,
 };
@@ -87,25 +86,15 @@ pub(crate) struct Nested {
     pub(crate) whole: Capabilities,
     /// IA32_FEATURE_CONTROL.
     pub(crate) feature_control: u64,
-    /// L0's part of vmcs02 as it was composed last.
-    pub(crate) l0: merge::L0,
-    /// What it was made from. `None`: it was not.
-    pub(crate) sources: Cell<Option<Sources>>,
-    /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
-    pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
-    /// The VPID of L1's that vmcs02's own stood for last.
-    pub(crate) last_vpid: u16,
-    /// What vmcs02's map of MSRs gives L2.
-    pub(crate) map: Map,
+    /// What is known of vmcs02.
+    pub(crate) made: Made,
+    /// The vmcs02s of other VMCSs of L1's.
+    pub(crate) seconds: Seconds,
     /// What the map of an L1 with an enlightened VMCS let L2 have when it was read last; see
     /// [`Machine::keeps_msr_bitmap`].
     pub(crate) msrs_kept: Option<Passed>,
     /// The VP assist page that an entry did not find inside the loop.
     pub(crate) missed: Option<Gpa>,
-    /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
-    pub(crate) root: u64,
-    /// L1 executed INVEPT: what the CPU has of L2's root is dropped when the root is found next.
-    pub(crate) flush_due: bool,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
     /// The TSC at L2's last exit, for a list of L1's to store.
@@ -152,15 +141,10 @@ impl Nested {
             whole: *whole,
             // Zero until firmware, or the VMM, writes it: VMXON is #GP until then, as on a CPU.
             feature_control: 0,
-            l0: merge::L0::NONE,
-            sources: Cell::new(None),
-            kept_by_l0: None,
-            last_vpid: 0,
-            map: Map::Unknown,
+            made: Made::NONE,
+            seconds: Seconds::NONE,
             msrs_kept: None,
             missed: None,
-            root: 0,
-            flush_due: false,
             flushed: L1Flush::None,
             exit_tsc,
             lists: Lists::default(),
@@ -169,19 +153,32 @@ impl Nested {
         }
     }
 
+    /// Those of a level that does not run.
+    pub(crate) fn others(&self) -> impl Iterator<Item = &Vmcs> {
+        [&self.other].into_iter().chain(self.seconds.vmcss())
+    }
+
+    /// Every VMCS beside the vCPU's own: whatever a CPU may hold parts of.
+    pub(crate) fn beside(&self) -> impl Iterator<Item = &Vmcs> {
+        self.others().chain(self.shadow.as_ref().map(|shadow| &shadow.vmcs))
+    }
+
+    /// What lies under the VPIDs of those that may run is given up.
+    pub(crate) fn drop_vpids(&mut self) {
+        self.other.drop_vpid();
+        self.seconds.drop_vpids();
+    }
+
     /// Whether no VMCS beside the vCPU's own is active on another CPU than `here`.
     pub(crate) fn may_run_on(&self, here: usize) -> bool {
-        // The shadow VMCS becomes active with vmcs01: it moves along.
-        self.other.may_run_on(here)
-            && self.shadow.as_ref().is_none_or(|shadow| shadow.vmcs.may_run_on(here))
+        // The shadow VMCS becomes active with vmcs01: it moves along. So do those that nobody enters now: a CPU has room for few, and is
+        // not to keep them of each vCPU that came by.
+        self.beside().all(|vmcs| vmcs.may_run_on(here))
     }
 
     /// Has the CPU on which they are active clear them. Interrupts are on.
     pub(crate) fn clear_elsewhere(&self) {
-        self.other.clear_elsewhere();
-        if let Some(shadow) = &self.shadow {
-            shadow.vmcs.clear_elsewhere();
-        }
+        self.beside().for_each(Vmcs::clear_elsewhere);
     }
 
     /// Whether leaving L2 needs L1's memory: a list of MSRs, or the PDPTEs of a host of 32 bits.

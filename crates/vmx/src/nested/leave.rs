@@ -170,7 +170,7 @@ impl<C: Cpu> Vmx<C> {
         known.activity = self.activity_of_l2(n, report.activity);
         n.machine.leave(&block, report, &known, memory);
         // vmcs02 has them in parts only: the bits of L0's own are not in it.
-        n.kept_by_l0 = Some((self.cr0, self.cr4));
+        n.made.kept_by_l0 = Some((self.cr0, self.cr4));
         // An offer to L2 was of L1's virtual interrupt, or of one that L1 does not intercept.
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
@@ -191,7 +191,8 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(super) fn activity_of_l2(&self, n: &Nested, told: u32) -> u32 {
         // L0 does not sleep for an L2 whose HLT does not exit: the CPU's own field tells.
-        let by_cpu = !n.l0.primary.contains(ProcControls::HLT) && told == activity_state::ACTIVE;
+        let by_cpu =
+            !n.made.l0.primary.contains(ProcControls::HLT) && told == activity_state::ACTIVE;
         if by_cpu { self.get(fields::GUEST_ACTIVITY) } else { told }
     }
 
@@ -270,7 +271,7 @@ impl<C: Cpu> Vmx<C> {
         let v = n.machine.vmcs12();
         let state = host::registers(v, kept, reason, is_nmi);
         // Without VPIDs an entry and an exit flush what they come from (SDM vol. 3C §29.4.3.1).
-        let flush = merge::flush(v, n.last_vpid, Transition::Exit);
+        let flush = merge::flush(v, n.made.last_vpid, Transition::Exit);
         // For the level that goes on: the flush is done at its entry.
         if flush != Flush::None {
             self.attention |= attention::FLUSH;

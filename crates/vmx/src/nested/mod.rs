@@ -35,6 +35,7 @@ mod random_tests;
 #[cfg(test)]
 mod round_trip_tests;
 mod saved;
+mod seconds;
 mod shadow;
 #[cfg(test)]
 mod sleep_tests;
@@ -44,6 +45,8 @@ mod tables;
 mod timer;
 #[cfg(test)]
 mod twin_tests;
+#[cfg(test)]
+mod two_tests;
 
 use backend::{
     Claim, Enlightenment, Event, Executed, FlushTold, Gate, Gprs, Injection, L1Memory, Level,

@@ -171,6 +171,7 @@ struct Run {
     rig: Rig,
     random: Random,
     asleep: Option<Sleep>,
+    cpu: usize,
     entries: usize,
     sleeps: usize,
     accesses: usize,
@@ -211,6 +212,7 @@ impl Run {
             pages: (0, 0),
             random,
             asleep: None,
+            cpu: 0,
             entries: 0,
             sleeps: 0,
             accesses: 0,
@@ -231,7 +233,7 @@ impl Run {
         self.rig.m.whole.set(true);
         let done = act(&mut self.rig);
         self.rig.m.whole.set(false);
-        self.rig.v.load(0);
+        self.rig.v.load(self.cpu);
         assert_ne!(done, Executed::Outside);
         done
     }
@@ -330,7 +332,7 @@ impl Run {
         self.rig.m.whole.set(true);
         let told = self.rig.v.tell_flush(&mut self.rig.g, TellFlush::Tell, &self.rig.m);
         self.rig.m.whole.set(false);
-        self.rig.v.load(0);
+        self.rig.v.load(self.cpu);
         if let FlushTold::Yes(done) = told { done } else { Executed::Retired }
     }
 
@@ -527,7 +529,14 @@ impl Run {
             v.settle_state(&self.rig.m);
         }
         self.rig.m.whole.set(false);
-        self.rig.v.load(0);
+        self.rig.v.load(self.cpu);
+    }
+
+    /// The thread goes on on another CPU.
+    fn move_on(&mut self) {
+        self.rig.leave_loop();
+        self.cpu ^= 1;
+        self.rig.come_to(self.cpu);
     }
 
     fn step(&mut self) {
@@ -547,7 +556,7 @@ impl Run {
 #[test]
 fn random_sequences_break_nothing() {
     let number = |name: &str| std::env::var(name).ok().and_then(|n: String| n.parse().ok());
-    let steps = number("GANNET_NESTED_STEPS").unwrap_or(60_000u64);
+    let steps = number("GANNET_NESTED_STEPS").unwrap_or(100_000u64);
     let mut run = Run::new(0x1234_5678_9abc_def1);
     for at in 0..steps {
         // Where L1 has written itself into a corner, it begins anew.
@@ -561,6 +570,9 @@ fn random_sequences_break_nothing() {
         if run.enlightened && run.random.below(16) == 0 {
             // While L2 runs, too.
             run.write_page();
+        }
+        if at % 61 == 60 {
+            run.move_on();
         }
         run.step();
     }

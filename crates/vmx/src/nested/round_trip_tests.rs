@@ -128,18 +128,22 @@ pub(super) struct Rig {
 /// There is room for so many VMCSs on a CPU, and CPUs outlast a test.
 impl Drop for Rig {
     fn drop(&mut self) {
-        let n = self.v.nested.as_ref();
-        let shadow = n.and_then(|n| n.shadow.as_ref()).map(|shadow| shadow.vmcs.hpa());
-        let other = n.map(|n| n.other.hpa());
-        for at in [Some(self.v.vmcs.hpa()), other, shadow].into_iter().flatten() {
+        self.clear_all();
+    }
+}
+
+impl Rig {
+    /// What a CPU does that is asked for its VMCSs: here there is none to be asked.
+    fn clear_all(&mut self) {
+        let mut all = std::vec![self.v.vmcs.hpa()];
+        all.extend(self.v.nested.iter().flat_map(|n| n.beside()).map(|vmcs| vmcs.hpa()));
+        for at in all {
             for cpu in (0..4).filter_map(percpu::of) {
                 cpu.clear(self.v.cpu(), at);
             }
         }
     }
-}
 
-impl Rig {
     /// A saved state is found good and restored.
     pub(super) fn restore(&mut self, bytes: &[u8], smm: bool) {
         use backend::NestedState as _;
@@ -484,6 +488,7 @@ impl Rig {
     pub(super) fn come_to(&mut self, cpu: usize) {
         if !self.v.may_run_on(cpu) {
             self.v.release_elsewhere();
+            self.clear_all();
             self.v.cpu().inner().vmx.come_to_another_cpu();
         }
         host::std_port::test::set_cpu(cpu);
@@ -491,7 +496,7 @@ impl Rig {
         self.v.load(cpu);
     }
 
-    fn invepts(&mut self) -> u64 {
+    pub(super) fn invepts(&mut self) -> u64 {
         self.v.cpu().counts().of(cpu::Op::Invept)
     }
 }
@@ -656,7 +661,7 @@ fn l2_keeps_its_segments_without_tracking() {
 }
 
 impl Rig {
-    fn with_pointer(&mut self, reason: ExitReason, pointer: u64) -> Executed {
+    pub(super) fn with_pointer(&mut self, reason: ExitReason, pointer: u64) -> Executed {
         self.m.write(Gpa(PTR), &pointer.to_le_bytes()).unwrap();
         self.enter(reason, |v| {
             v.set(field::EXIT_QUALIFICATION, PTR);
@@ -721,10 +726,10 @@ fn a_restored_state_makes_l1s_tables_stale() {
     let g = r.g;
     r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     let n = r.v.nested.as_mut().unwrap();
-    (n.flush_due, n.flushed) = (false, backend::L1Flush::None);
+    (n.made.flush_due, n.flushed) = (false, backend::L1Flush::None);
     r.restore(&bytes, false);
     let n = r.v.nested.as_ref().unwrap();
-    assert!(n.flush_due && n.flushed == backend::L1Flush::All);
+    assert!(n.made.flush_due && n.flushed == backend::L1Flush::All);
     assert_eq!(r.v.level(), Level::L2);
 }
 

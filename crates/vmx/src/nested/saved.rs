@@ -102,7 +102,9 @@ impl<C: Cpu> Vmx<C> {
         let memory = Memory::new(l1);
         let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
-        n.flush_due = true;
+        n.made.flush_due = true;
+        n.seconds.owe_flush();
+        n.drop_vpids();
         n.flushed = L1Flush::All;
         n.msrs_kept = None;
         // It was of an L2 of before.

@@ -76,7 +76,7 @@ impl<C: Cpu> Vmx<C> {
             && let Some(n) = &self.nested
         {
             // vmcs02 was changed too: it is not what the words of its entry made it.
-            n.sources.set(None);
+            n.made.sources.set(None);
             change(&self.cpu, &n.other);
         }
     }

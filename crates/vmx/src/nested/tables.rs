@@ -54,17 +54,18 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
         // The current VMCS is L2's: who finds the root has just entered it.
         self.set_ept_pointer(pointer);
         if let Some(n) = &mut self.nested {
-            n.root = pointer;
+            n.made.root = pointer;
             // The root's pages were brought up to date before; what the CPU has of them was not. Another vCPU may
             // have filled its cache with what was old since L1's INVEPT: a flush at that time would be too early.
-            if core::mem::take(&mut n.flush_due) {
+            if core::mem::take(&mut n.made.flush_due) {
                 self.attention |= attention::FLUSH_TDP;
             }
         }
     }
 
     fn flush_nested(&mut self) {
-        self.attention |= attention::FLUSH_TDP;
+        // Roots share what is below them.
+        self.flush_all_roots();
     }
 
     fn nested_page_fault(&self) -> Option<NestedPageFault> {
@@ -141,7 +142,10 @@ const fn qualification_of(access: ApicAccess, delivering: bool) -> u64 {
 impl Nested {
     /// Notes what L1's INVEPT flushes.
     pub(super) fn note_flush(&mut self, what: Invalidation) {
-        self.flush_due |= matches!(what, Invalidation::Ept(_) | Invalidation::AllEpt);
+        if matches!(what, Invalidation::Ept(_) | Invalidation::AllEpt) {
+            self.made.flush_due = true;
+            self.seconds.owe_flush();
+        }
         // Two pointers are as much to note as all of them.
         self.flushed = match (what, self.flushed) {
             (Invalidation::Ept(pointer), L1Flush::None) => L1Flush::Of(pointer),

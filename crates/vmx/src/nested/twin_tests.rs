@@ -29,8 +29,8 @@ use crate::{fields, percpu};
 
 /// Steps of a sequence.
 const STEPS: u64 = 96;
-/// What the rig has made current, and another region.
-const REGIONS: [u64; 2] = [0x1_1000, 0x1_2000];
+/// What the rig has made current, and other regions: more than there are vmcs02s.
+const REGIONS: [u64; 6] = [0x1_1000, 0x1_2000, 0x1_3000, 0x1_4000, 0x1_5000, 0x1_6000];
 /// Where an operand lies, and tables of PDPTEs.
 const OPERAND: u64 = 0x100;
 const TABLES: [u64; 2] = [0x5000, 0x6000];
@@ -100,6 +100,10 @@ struct Play {
     entered: u64,
     /// What L1 has written since it entered last.
     written: Vec<u32>,
+    /// What it has written into regions past VMWRITE.
+    stored: [Vec<u32>; REGIONS.len()],
+    /// Where the thread is.
+    cpu: usize,
 }
 
 impl Play {
@@ -125,10 +129,13 @@ impl Play {
             }
         }
         use zerocopy::IntoBytes as _;
-        rig.put(REGIONS[1], start().as_bytes());
+        for region in &REGIONS[1..] {
+            rig.put(*region, start().as_bytes());
+        }
         rig.v.nested.as_mut().unwrap().without_tracking = whole;
         let got = Arc::new(Mutex::new(Vec::new()));
-        Self { r, rig, got, step: 0, entries: 0, entered: 0, written: Vec::new() }
+        let (written, stored) = (Vec::new(), Default::default());
+        Self { r, rig, got, step: 0, entries: 0, entered: 0, written, stored, cpu: 0 }
     }
 
     /// The CPU is entered, and exits.
@@ -149,15 +156,31 @@ impl Play {
         }
         self.rig.leave_loop();
         let done = self.rig.v.execute(&mut self.rig.g, 0, &self.rig.m);
-        self.rig.come_to(0);
+        self.rig.come_to(self.cpu);
         done
     }
 
     /// The thread goes to user space, with the host's own MSRs, and comes back.
     fn see_user_space(&mut self) {
         self.rig.leave_loop();
-        percpu::user_return(self.rig.v.cpu(), 0);
-        self.rig.come_to(0);
+        percpu::user_return(self.rig.v.cpu(), self.cpu);
+        if self.r.one_in(2) {
+            self.cpu ^= 1;
+        }
+        self.rig.come_to(self.cpu);
+    }
+
+    /// L1 writes into a region, whether or not the CPU may have it.
+    fn store(&mut self) {
+        use zerocopy::{FromBytes as _, IntoBytes as _};
+        let at = self.r.next() as usize % REGIONS.len();
+        let (encoding, value) = written(&mut self.r);
+        self.stored[at].push(encoding);
+        let mut image = Vmcs12::new();
+        let bytes = REGIONS[at] as usize..REGIONS[at] as usize + image.as_bytes().len();
+        image.clone_from(&Vmcs12::read_from_bytes(&self.rig.m.bytes.borrow()[bytes]).unwrap());
+        image.write(encoding.into(), x86::vmcs::place::find(encoding.into()).unwrap(), value);
+        self.rig.put(REGIONS[at], image.as_bytes());
     }
 
     fn load(&mut self, reason: ExitReason, region: u64) {
@@ -223,16 +246,18 @@ impl Play {
                 self.write((encoding, value));
             }
             28..=31 => self.change(),
-            32 => {
-                let region = self.r.of(&REGIONS);
+            32..=36 => {
+                // The first ones more often: they come back before they are forgotten.
+                let at = self.r.next() as usize % self.r.of(&[2, 3, REGIONS.len()]);
                 if self.r.one_in(3) {
-                    self.load(ExitReason::Vmclear, region);
+                    self.load(ExitReason::Vmclear, REGIONS[at]);
                 }
-                self.load(ExitReason::Vmptrld, region);
-                self.written.clear();
+                self.load(ExitReason::Vmptrld, REGIONS[at]);
+                self.written.clone_from(&self.stored[at]);
             }
-            33 => self.see_user_space(),
-            34 => self.enter(ExitReason::ExternalInterrupt, |_| {}),
+            37 => self.see_user_space(),
+            38 => self.enter(ExitReason::ExternalInterrupt, |_| {}),
+            39 => self.store(),
             _ => {
                 let launched = self.rig.v.nested.as_ref().unwrap().machine.vmcs12().is_launched();
                 let by = if launched { ExitReason::Vmresume } else { ExitReason::Vmlaunch };

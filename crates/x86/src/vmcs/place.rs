@@ -5,7 +5,7 @@
 //! of KVM's `struct vmcs12`, because KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE carry it.
 
 use super::field::TABLE;
-use super::group::{Group, Place, Shadow};
+use super::group::{Group, Groups, Place, Shadow};
 use crate::Direction;
 
 /// The revision of the VMCS12's layout, which a VMCS region begins with.
@@ -91,9 +91,43 @@ pub fn find(encoding: u64) -> Option<Named> {
     }
 }
 
+/// Units of two bytes in the image, of which each belongs to one field at most.
+pub const UNITS: usize = VMCS12_BYTES / 2;
+
+/// Those of eight bytes.
+pub const UNITS_OF_WORD: usize = 4;
+
+/// The groups of the fields at each unit.
+pub const fn groups_by_unit() -> [Groups; UNITS] {
+    let (mut groups, mut i) = ([Groups::NONE; UNITS], 0);
+    while i < TABLE.len() {
+        let (encoding, place) = TABLE[i];
+        if let Some(place) = place {
+            // 16, 64 and 32 bits; a natural width is kept in 64.
+            let units = match encoding >> 13 & 3 {
+                0 => 1,
+                2 => 2,
+                _ => 4,
+            };
+            let mut n = 0;
+            while n < units {
+                groups[(place.offset as usize / 2 + n) & (UNITS - 1)].add(place.group);
+                n += 1;
+            }
+        }
+        i += 1;
+    }
+    groups
+}
+
+/// Every field that has a place, by its encoding.
+pub fn every() -> impl Iterator<Item = (u32, Place)> {
+    TABLE.iter().filter_map(|(encoding, place)| Some((u32::from(*encoding), (*place)?)))
+}
+
 /// The place of a field that has one.
 #[inline]
-pub fn place(encoding: u32) -> Option<Place> {
+pub const fn place(encoding: u32) -> Option<Place> {
     PLACES[slot(encoding as u64) & (SLOTS - 1)]
 }
 
