@@ -29,7 +29,8 @@ struct gnt_debug_dir {
 	struct entry entries[];
 };
 
-static struct dentry *root;
+/* What is Gannet's alone lies beside: for kvm_stat each file in KVM's directory is a counter. */
+static struct dentry *root, *own;
 static const struct gnt_debug_calls *totals;
 static LIST_HEAD(vms);
 static DEFINE_MUTEX(vms_lock);
@@ -149,11 +150,14 @@ void gnt_debug_init(void)
 	for (i = 0; i < totals->totals; i++)
 		debugfs_create_file(totals->name(i), 0444, root, (void *)(unsigned long)i,
 				    &total_fops);
-	debugfs_create_file("mitigations", 0444, root, NULL, &mitigations_fops);
+	own = debugfs_create_dir("gannet", NULL);
+	if (!IS_ERR_OR_NULL(own))
+		debugfs_create_file("mitigations", 0444, own, NULL, &mitigations_fops);
 }
 
 void gnt_debug_exit(void)
 {
+	debugfs_remove(own);
 	debugfs_remove(root);
-	root = NULL;
+	own = root = NULL;
 }

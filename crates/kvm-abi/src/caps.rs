@@ -8,6 +8,7 @@ use crate::uapi::clock::CLOCK_VALID_FLAGS;
 use crate::uapi::irqchip::MAX_IRQ_ROUTES;
 use crate::uapi::memory::{ADDRESS_SPACES, USER_MEM_SLOTS};
 use crate::uapi::run::{COALESCED_MMIO_PAGE_OFFSET, SYNC_X86_VALID_FIELDS};
+use crate::uapi::vcpu_state::NESTED_FORMAT_SVM;
 
 /// The only version of the interface there ever was (KVM API §4.1).
 pub const API_VERSION: i32 = 12;
@@ -69,6 +70,14 @@ pub struct Offer {
     pub hyperv: bool,
     /// Hardware threads never share a core.
     pub no_smt: bool,
+}
+
+impl Offer {
+    /// Fractional bits of a ratio that the CPU scales the TSC by, if it does (APM vol. 2 §15.30.5, SDM vol. 3C §26.3.3).
+    pub fn tsc_ratio_bits(&self) -> Option<u32> {
+        let bits = if self.nested_format == NESTED_FORMAT_SVM { 32 } else { 48 };
+        self.tsc_scaling.then_some(bits)
+    }
 }
 
 macro_rules! answers {

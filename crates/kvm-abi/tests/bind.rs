@@ -658,6 +658,33 @@ fn a_vm_is_seen_in_debugfs_until_the_last_of_its_files_is_closed() {
     assert_eq!(file("exits"), None);
 }
 
+#[test]
+fn a_vcpus_directory_has_what_stock_kvm_shows_there() {
+    let files = |directory: &str| {
+        ["guest_mode", "tsc-offset", "lapic_timer_advance_ns", "tsc-scaling-ratio"]
+            .map(|name| test::debug_file(&format!("{directory}/vcpu0/{name}")))
+    };
+    for irqchip in [false, true] {
+        let vm = vm();
+        let directory = format!("{}-{}", host::task::current_tid(), vm.0);
+        if irqchip {
+            assert_eq!(vm.call(ioctl::CREATE_IRQCHIP, 0), 0);
+        }
+        let vcpu = vm.vcpu(0);
+        let offset = u64::MAX - 41;
+        let attribute =
+            KvmDeviceAttr { flags: 0, group: 0, attr: 0, addr: std::ptr::from_ref(&offset) as u64 };
+        assert_eq!(vcpu.with(ioctl::SET_DEVICE_ATTR, &attribute), 0);
+        let [mode, offset, advance, ratio] = files(&directory);
+        assert_eq!(mode.as_deref(), Some("0\n"));
+        // It has a sign.
+        assert_eq!(offset.as_deref(), Some("-42\n"));
+        assert_eq!(advance.as_deref(), irqchip.then_some("0\n"));
+        // This CPU does not scale.
+        assert_eq!(ratio, None);
+    }
+}
+
 /// The TSC of then would be less than what the VMM has read before.
 #[test]
 fn every_command_of_a_vcpu_knows_that_the_host_has_slept() {

@@ -162,12 +162,12 @@ const KVM_VCPU: [Desc<OfVcpu>; 45] = {
         of(c"irq_injections", IrqInjections),
         of(c"nmi_injections", NmiInjections),
         of(c"req_event", ReqEvent),
-        count(c"nested_run", OfVcpu::Zero),
+        of(c"nested_run", NestedRun),
         count(c"directed_yield_attempted", OfVcpu::Zero),
         count(c"directed_yield_successful", OfVcpu::Zero),
         count(c"preemption_reported", OfVcpu::Zero),
         count(c"preemption_other", OfVcpu::Zero),
-        with(c"guest_mode", Kind::Instant, Unit::Boolean, OfVcpu::Zero),
+        with(c"guest_mode", Kind::Instant, Unit::Boolean, OfVcpu::Count(GuestMode)),
         count(c"notify_window_exits", OfVcpu::Zero),
     ]
 };
@@ -192,7 +192,7 @@ const fn peak(name: &'static CStr, what: VmCount) -> Desc<OfVm> {
 }
 
 /// KVM's statistics of a VM on x86.
-const KVM_VM: [Desc<OfVm>; 15] = {
+const KVM_VM: [Desc<OfVm>; 16] = {
     use VmCount::*;
     [
         here(c"remote_tlb_flush", RemoteTlbFlush),
@@ -204,6 +204,8 @@ const KVM_VM: [Desc<OfVm>; 15] = {
         here(c"mmu_recycled", MmuRecycled),
         here(c"mmu_cache_miss", MmuCacheMiss),
         now(c"mmu_unsync", MmuUnsync),
+        // Kernel 7.3 has it; those before have no such name.
+        now(c"mmu_shadow_pages", MmuShadowPages),
         now(c"pages_4k", Pages4k),
         now(c"pages_2m", Pages2m),
         now(c"pages_1g", Pages1g),

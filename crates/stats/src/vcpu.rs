@@ -76,6 +76,14 @@ counts! {
     TscDeadlineWrites,
     /// Times that the dynamic bits of the guest's CPUID were computed anew.
     CpuidUpdates,
+    /// Entries of a guest's guest, each by an instruction of its hypervisor's.
+    NestedRun,
+    /// 1 while a guest's guest runs, or would if the vCPU did.
+    GuestMode,
+    /// What is added to the host's TSC.
+    TscOffset,
+    /// What the host's TSC is multiplied by, with 32 fractional bits.
+    TscRatio,
 }
 
 /// A vCPU's counters.

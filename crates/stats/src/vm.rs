@@ -34,6 +34,8 @@ counts! {
     MmuCacheMiss,
     /// Shadow pages that are out of step with the guest's table now.
     MmuUnsync,
+    /// Shadow pages that there are now.
+    MmuShadowPages,
     /// 4 KiB leaves that are mapped now.
     Pages4k,
     /// 2 MiB leaves.

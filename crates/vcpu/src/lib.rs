@@ -175,7 +175,7 @@ impl<B: Backend> Vcpu<B> {
         let Self { vm, rare, .. } = &mut *this;
         let offset = vm.new_vcpu_tsc_offset(host, rare.tsc.khz, &mut rare.tsc_round);
         this.rare.tsc.offset = offset;
-        this.b.set_tsc(offset, ratio);
+        this.put_tsc();
         this.follow_fewer_exits();
         // A vCPU that never gets a CPUID has to be in force as well: all that exists for nobody exits.
         this.apply_cpuid();

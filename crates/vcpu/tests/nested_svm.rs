@@ -5,6 +5,7 @@ mod rig;
 use gannet_vcpu::{By, UserExit};
 use rig::nested::{BLOCK, Hypervisor, L2_RIP};
 use rig::{exit, shutdown};
+use stats::VcpuCount;
 use x86::vmcb::ExitCode;
 use x86::{Cr0, Cr4, Efer, msr};
 
@@ -26,6 +27,37 @@ fn a_reset_by_user_space_while_l2_runs_sets_every_register() {
         shutdown(vmcb, gprs);
     });
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+#[test]
+fn runs_of_a_guests_guest_are_counted_and_seen() {
+    let mut machine = Hypervisor::new(false);
+    let shared = machine.vcpu.shared().clone();
+    let seen = || [VcpuCount::NestedRun, VcpuCount::GuestMode].map(|what| shared.stats.get(what));
+    assert_eq!(seen(), [0, 0]);
+    // L1 asks for CPUID. A block that is refused is no run.
+    machine.put(BLOCK + 0x08, 1 << (32 + 18));
+    machine.vmrun();
+    machine.then(|vmcb, gprs| exit(ExitCode::Cpuid)(vmcb, gprs));
+    machine.then(|vmcb, gprs| exit(ExitCode::Hlt)(vmcb, gprs));
+    assert_eq!((machine.run(), seen()), (UserExit::Hlt, [1, 0]));
+    machine.stop_in_l2();
+    assert_eq!(seen(), [2, 1], "stopped in L2");
+    machine.put(BLOCK + 0x58, 0);
+    machine.then(|vmcb, gprs| exit(ExitCode::Cpuid)(vmcb, gprs));
+    machine.vmrun();
+    machine.then(|vmcb, gprs| exit(ExitCode::Hlt)(vmcb, gprs));
+    assert_eq!((machine.run(), seen()), (UserExit::Hlt, [2, 0]));
+    // Without an exit of L2's.
+    for (at, value) in [(0x58, 1), (0x578, L2_RIP)] {
+        machine.put(BLOCK + at, value);
+    }
+    machine.stop_in_l2();
+    assert_eq!(seen(), [3, 1]);
+    let mut sregs = machine.vcpu.sregs();
+    sregs.efer -= Efer::SVME;
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    assert_eq!(seen(), [3, 0], "L2 was abandoned");
 }
 
 #[test]

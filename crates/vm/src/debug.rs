@@ -12,7 +12,7 @@ use host::{
     sync::Mutex,
 };
 use stats::{
-    BUCKETS, Reason, VcpuStats, reason,
+    BUCKETS, Reason, VcpuCount, VcpuStats, reason,
     table::{OfVcpu, OfVm, VCPU, VCPU_COUNTED, VM, VM_COUNTED},
 };
 
@@ -59,8 +59,18 @@ impl DebugDirs {
         }
     }
 
-    /// The directory of one more vCPU.
-    pub fn add_vcpu(&self, vcpu: &SharedVcpu) {
+    /// The directory of one more vCPU. `ratio_bits`: how many fractional bits the CPU's ratios of the TSC have, if it scales
+    /// that.
+    pub fn add_vcpu(&self, vcpu: &SharedVcpu, ratio_bits: Option<u32>) {
+        match (vcpu.in_kernel_apic, ratio_bits) {
+            (true, Some(bits)) => self.add_one::<true, true>(vcpu, bits),
+            (true, None) => self.add_one::<true, false>(vcpu, 0),
+            (false, Some(bits)) => self.add_one::<false, true>(vcpu, bits),
+            (false, None) => self.add_one::<false, false>(vcpu, 0),
+        }
+    }
+
+    fn add_one<const APIC: bool, const SCALES: bool>(&self, vcpu: &SharedVcpu, ratio_bits: u32) {
         // A VM without a directory has none for its vCPUs either.
         let Some(parent) = self.vm.get() else { return };
         let mut dirs = self.vcpus.lock();
@@ -68,7 +78,8 @@ impl DebugDirs {
         if dirs.try_reserve(1).is_err() {
             return;
         }
-        let Ok(object) = Arc::new(OneVcpu(vcpu.stats.clone())) else { return };
+        let stats = vcpu.stats.clone();
+        let Ok(object) = Arc::new(OneVcpu::<APIC, SCALES> { stats, ratio_bits }) else { return };
         let made = named(format_args!("vcpu{}", vcpu.id), |name| {
             DebugDir::new(name, Some(parent), object)
         });
@@ -160,15 +171,55 @@ impl DebugObject for VmStatistics {
     }
 }
 
-/// What the directory of a vCPU shows.
-struct OneVcpu(Arc<VcpuStats>);
+/// What the directory of a vCPU shows: the tables, and what stock KVM has there. As there some files depend: on a local APIC
+/// in the kernel, and on a CPU that scales the TSC.
+struct OneVcpu<const APIC: bool, const SCALES: bool> {
+    stats: Arc<VcpuStats>,
+    ratio_bits: u32,
+}
 
-impl DebugObject for OneVcpu {
-    const FILES: u32 = 2;
+/// A file of a vCPU.
+#[derive(Clone, Copy)]
+enum OfOne {
+    GuestMode,
+    TscOffset,
+    TimerAdvance,
+    TscRatio,
+    TscRatioBits,
+    Table(u32),
+}
+
+impl<const APIC: bool, const SCALES: bool> OneVcpu<APIC, SCALES> {
+    /// Which file that number is.
+    fn file(file: u32) -> OfOne {
+        match (file, APIC, SCALES) {
+            (0, ..) => OfOne::GuestMode,
+            (1, ..) => OfOne::TscOffset,
+            (2, true, _) => OfOne::TimerAdvance,
+            (2, false, true) | (3, true, true) => OfOne::TscRatio,
+            (3, false, true) | (4, true, true) => OfOne::TscRatioBits,
+            // The tables stand behind those.
+            _ => OfOne::Table(file.saturating_sub(Self::FILES - TABLES)),
+        }
+    }
+}
+
+const TABLES: u32 = 2;
+
+impl<const APIC: bool, const SCALES: bool> DebugObject for OneVcpu<APIC, SCALES> {
+    const FILES: u32 = 2 + APIC as u32 + 2 * SCALES as u32 + TABLES;
+    // The offset has a sign, so none of them is a number to the directory.
     const NUMBERS: u32 = 0;
 
     fn name(file: u32) -> &'static CStr {
-        table_name(file)
+        match Self::file(file) {
+            OfOne::GuestMode => c"guest_mode",
+            OfOne::TscOffset => c"tsc-offset",
+            OfOne::TimerAdvance => c"lapic_timer_advance_ns",
+            OfOne::TscRatio => c"tsc-scaling-ratio",
+            OfOne::TscRatioBits => c"tsc-scaling-ratio-frac-bits",
+            OfOne::Table(table) => table_name(table),
+        }
     }
 
     fn value(&self, _: u32) -> u64 {
@@ -176,6 +227,24 @@ impl DebugObject for OneVcpu {
     }
 
     fn show(&self, file: u32, to: &mut Text<'_>) {
-        show_table(file, to, |of, n| of.word(&self.0, n));
+        let count = |what| self.stats.get(what);
+        let _ = match Self::file(file) {
+            OfOne::GuestMode => writeln!(to, "{}", count(VcpuCount::GuestMode)),
+            OfOne::TscOffset => writeln!(to, "{}", count(VcpuCount::TscOffset) as i64),
+            // No timer is advanced.
+            OfOne::TimerAdvance => writeln!(to, "0"),
+            OfOne::TscRatio => {
+                let more = self.ratio_bits.saturating_sub(RATIO_BITS);
+                writeln!(to, "{}", count(VcpuCount::TscRatio) << more)
+            }
+            OfOne::TscRatioBits => writeln!(to, "{}", self.ratio_bits),
+            OfOne::Table(table) => {
+                show_table(table, to, |of, n| of.word(&self.stats, n));
+                Ok(())
+            }
+        };
     }
 }
+
+/// Fractional bits of a ratio as it is counted.
+const RATIO_BITS: u32 = 32;

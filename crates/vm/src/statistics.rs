@@ -57,6 +57,11 @@ fn of_shadow(shadow: &Counters, what: VmCount) -> u64 {
         VmCount::MmuRecycled => &shadow.recycled,
         VmCount::MmuPteWrite => &shadow.unsynced,
         VmCount::MmuUnsync => &shadow.unsync,
+        VmCount::MmuShadowPages => {
+            // Read in this order: a page that goes meanwhile is no page too few.
+            let zapped = shadow.zapped.load(Relaxed);
+            return shadow.created.load(Relaxed).saturating_sub(zapped);
+        }
         _ => return 0,
     };
     counter.load(Relaxed)

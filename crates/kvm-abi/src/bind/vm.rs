@@ -229,7 +229,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
         // Last what cannot be undone: debugfs keeps it until the VM goes.
         vm.add_vcpu(shared.clone())?;
-        vm.debug.add_vcpu(&shared);
+        vm.debug.add_vcpu(&shared, self.host.offer.tsc_ratio_bits());
         // Only now: destinations are looked up among the vCPUs in the list.
         vm.irq().apic_changed();
         Ok(file.install())

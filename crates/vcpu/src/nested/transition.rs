@@ -6,6 +6,7 @@ use backend::{
 };
 use host::gup::fault_in;
 use mmu::Section;
+use stats::VcpuCount;
 use vm::memory::FaultAccess;
 use vm::vcpu_shared::{MpState, VcpuShared};
 use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
@@ -388,6 +389,9 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
         // Read before: what is done below may let it in.
         let held = self.smm.latched_init;
+        if matches!(done, Executed::Entered | Executed::EnteredOwing | Executed::EnteredOffering) {
+            self.stats.count(VcpuCount::NestedRun);
+        }
         match done {
             Executed::Entered => self.cross(),
             Executed::EnteredOwing => {
@@ -477,6 +481,7 @@ impl<B: Backend> Vcpu<B> {
         // What L1's block had of it is gone.
         self.pending.put_back_offer(&self.shared);
         self.follow_gate();
+        self.stats.set(VcpuCount::GuestMode, self.pending.after_exit.is_nested().into());
         self.follow_l1_tables();
         self.cpuid_inputs_changed();
     }

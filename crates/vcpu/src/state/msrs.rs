@@ -342,7 +342,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn move_tsc(&mut self, delta: i64) {
         self.rare.tsc.offset = self.rare.tsc.offset.wrapping_add(delta as u64);
-        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
+        self.put_tsc();
         if let Some(nested) = self.b.nested_mut() {
             nested.follow_tsc_write(delta as u64);
         }
@@ -433,7 +433,7 @@ impl<B: Backend> Vcpu<B> {
     /// time of the TSC that is set behind it.
     pub(crate) fn set_tsc_offset_by_vmm(&mut self, offset: u64) {
         let delta = offset.wrapping_sub(core::mem::replace(&mut self.rare.tsc.offset, offset));
-        self.b.set_tsc(offset, self.rare.tsc.ratio);
+        self.put_tsc();
         if !self.rare.nested_restored
             && let Some(nested) = self.b.nested_mut()
         {

@@ -52,7 +52,7 @@ impl<B: Backend> Vcpu<B> {
         // The new ratio without an offset gives what has to be added.
         self.b.set_tsc(0, self.rare.tsc.ratio);
         self.rare.tsc.offset = guest.wrapping_sub(self.b.guest_tsc(host));
-        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
+        self.put_tsc();
         self.tsc_changed();
         self.shared.request(Request::Clock);
         Ok(())

@@ -36,8 +36,10 @@ use irqchip::lapic::{Expiry, Lapic, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
 use msr::By;
 use pv::LazyDeadline;
+use stats::VcpuCount;
 use vm::{time::ScaledTsc, vcpu_shared::Request};
 
+use self::tsc::Tsc;
 use crate::{
     Vcpu,
     run::{events::Turn, outcome::Next},
@@ -107,6 +109,14 @@ impl<B: Backend> Vcpu<B> {
         TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz }
     }
 
+    /// The guest's TSC is what `rare.tsc` says from now on, also for who reads debugfs.
+    pub(crate) fn put_tsc(&mut self) {
+        let Tsc { offset, ratio, .. } = self.rare.tsc;
+        self.b.set_tsc(offset, ratio);
+        self.stats.set(VcpuCount::TscOffset, offset);
+        self.stats.set(VcpuCount::TscRatio, ratio);
+    }
+
     /// The host's TSC at this frequency, without the guest's offset.
     pub(crate) fn scaled_tsc(&self, host: u64) -> ScaledTsc {
         let scaled = |ticks| self.b.guest_tsc(ticks).wrapping_sub(self.rare.tsc.offset);
@@ -136,7 +146,7 @@ impl<B: Backend> Vcpu<B> {
             // deadlines, and those of a guest's guest, stay as they are.
             let offset = self.rare.tsc.offset.wrapping_add(lost);
             self.rare.tsc.offset = offset;
-            self.b.set_tsc(offset, self.rare.tsc.ratio);
+            self.put_tsc();
             self.tsc_changed();
         }
         self.shared.request(Request::Clock);

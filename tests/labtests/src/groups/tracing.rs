@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::statistics::{VCPU, VM};
+use super::statistics::{VCPU, of_vm};
 use crate::kvm::file::{Commands, System};
 use crate::machine::code::{done, guest_code, hypercall};
 use crate::machine::guest::{Chip, Guest};
@@ -19,6 +19,8 @@ use crate::runner::tests;
 tests!("tracing":
     debugfs_has_a_file_for_each_of_kvms_numbers,
     debugfs_totals_are_sums_over_the_vms,
+    every_file_of_debugfs_is_a_number,
+    a_vcpus_directory_tells_of_its_tsc,
     a_vms_directory_goes_with_its_last_file,
     a_directory_that_is_there_already_floods_no_log,
     a_file_that_is_held_open_outlives_its_vm_harmlessly,
@@ -77,7 +79,7 @@ fn number(path: &Path) -> Outcome<u64> {
 }
 
 fn names() -> impl Iterator<Item = &'static str> {
-    VM.iter().chain(&VCPU).map(|(name, ..)| *name)
+    of_vm().into_iter().chain(VCPU).map(|(name, ..)| name)
 }
 
 fn debugfs_has_a_file_for_each_of_kvms_numbers() -> Outcome {
@@ -106,6 +108,42 @@ fn debugfs_totals_are_sums_over_the_vms() -> Outcome {
         .collect::<Outcome<_>>()?;
     equal("port exits of each", each, vec![2, 2])?;
     equal("growth of the total", number(&exits)? - before, 4)
+}
+
+/// kvm_stat takes each file there for a counter.
+fn every_file_of_debugfs_is_a_number() -> Outcome {
+    let Ok(files) = fs::read_dir(debugfs()?) else { return fail("debugfs cannot be listed") };
+    for file in files.flatten().map(|entry| entry.path()).filter(|path| path.is_file()) {
+        let text = fs::read_to_string(&file).unwrap_or_default();
+        // A histogram has several.
+        let numbers = text.split_whitespace().all(|word| word.parse::<u64>().is_ok());
+        holds("numbers", numbers && !text.is_empty(), &file)?;
+    }
+    Ok(())
+}
+
+/// What trace-cmd reads to bring the events of a guest and its host together.
+fn a_vcpus_directory_tells_of_its_tsc() -> Outcome {
+    for chip in [Chip::None, Chip::Kernel] {
+        let guest = Guest::new(chip, work())?;
+        let directory = directory_of(&guest)?.join("vcpu0");
+        let text = |name: &str| fs::read_to_string(directory.join(name)).ok();
+        equal("guest_mode", text("guest_mode").as_deref(), Some("0\n"))?;
+        let offset = text("tsc-offset").unwrap_or_default();
+        holds(
+            "a TSC that began behind the host's",
+            offset.trim().parse().is_ok_and(|n: i64| n < 0),
+            offset,
+        )?;
+        let advance = text("lapic_timer_advance_ns");
+        equal("an APIC's timer", advance.is_some(), chip == Chip::Kernel)?;
+        let bits = if oracle::vendor() == Vendor::Amd { 32 } else { 48 };
+        let scales = System::open()?.extension(kvm_bindings::KVM_CAP_TSC_CONTROL) > 0;
+        let expected = scales.then(|| (format!("{}\n", 1u64 << bits), format!("{bits}\n")));
+        let got = text("tsc-scaling-ratio").zip(text("tsc-scaling-ratio-frac-bits"));
+        equal("ratio and its fractional bits", got, expected)?;
+    }
+    Ok(())
 }
 
 fn a_vms_directory_goes_with_its_last_file() -> Outcome {
