@@ -330,6 +330,7 @@ int gnt_nested(int possible);
 int gnt_enable_shadow_vmcs(int possible);
 int gnt_preemption_timer(void);
 void gnt_no_preemption_timer(void);
+void gnt_uses(u32 uses);
 int gnt_npt(void);
 int gnt_ept(void);
 u32 gnt_l1d_flush_asked(void);
@@ -338,16 +339,29 @@ struct gnt_switches {
 	bool nested, npt, ept, nested_dirty_tracking, enable_apicv, enable_shadow_vmcs, preemption_timer, nested_apicv;
 	char *host_state;
 	u32 l1d_flush;	/* enum vmx_l1d_flush_state */
+	u32 uses;	/* bits: enum gnt_use */
 };
-#define GNT_SWITCHES_DEFAULT	{ true, true, true, true, true, true, true, false, "vmsave", 0 }
+#define GNT_SWITCHES_DEFAULT	{ true, true, true, true, true, true, true, false, "vmsave", 0, 0 }
 extern struct gnt_switches gnt_own_switches;
 int gnt_params_use(struct gnt_switches *given);
 
 /* Parameters of stock KVM's that programs read, where there is nothing to choose here. */
-extern const struct kernel_param_ops gnt_constant_ops, gnt_constant_bool_ops;
+extern const struct kernel_param_ops gnt_constant_ops, gnt_constant_bool_ops, gnt_use_ops, gnt_use_number_ops, gnt_bool_number_ops;
+/* Which parts of the CPU are used, in the order of `Use` in crates/host/src/params.rs. */
+enum gnt_use {
+	GNT_LBR, GNT_NRIP_SAVE, GNT_VIRTUAL_VMLOAD, GNT_VIRTUAL_NMI, GNT_TSC_SCALING, GNT_PML, GNT_VPID, GNT_EPT_DIRTY
+};
+struct gnt_use_of {
+	const u32 *uses;
+	u32 bit;
+};
 #define GNT_CONSTANT(name, value) \
 	module_param_cb(name, &gnt_constant_ops, value, 0444); \
 	MODULE_PARM_DESC(name, "As in stock KVM, for programs that read it: always " value)
+#define GNT_USES(name, ops, which) \
+	static const struct gnt_use_of use_##name = { &SWITCHES.uses, which }; \
+	module_param_cb(name, &ops, (void *)&use_##name, 0444); \
+	MODULE_PARM_DESC(name, "As in stock KVM, for programs that read it: whether it is used")
 
 /* main.c */
 #ifdef GNT_SPLIT

@@ -56,6 +56,42 @@ const struct kernel_param_ops gnt_constant_bool_ops = {
 };
 GNT_EXPORT(gnt_constant_bool_ops);
 
+static bool is_used(const struct kernel_param *kp)
+{
+	const struct gnt_use_of *use = kp->arg;
+
+	return READ_ONCE(*use->uses) & BIT(use->bit);
+}
+
+static int use_get(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%c\n", is_used(kp) ? 'Y' : 'N');
+}
+
+const struct kernel_param_ops gnt_use_ops = {
+	.flags = KERNEL_PARAM_OPS_FL_NOARG, .set = constant_set, .get = use_get
+};
+GNT_EXPORT(gnt_use_ops);
+
+/* Many of stock kvm_amd are numbers. */
+static int use_number_get(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%d\n", is_used(kp));
+}
+
+const struct kernel_param_ops gnt_use_number_ops = {
+	.flags = KERNEL_PARAM_OPS_FL_NOARG, .set = constant_set, .get = use_number_get
+};
+GNT_EXPORT(gnt_use_number_ops);
+
+static int bool_number_get(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%d\n", *(const bool *)kp->arg);
+}
+
+const struct kernel_param_ops gnt_bool_number_ops = { .set = param_set_bool, .get = bool_number_get };
+GNT_EXPORT(gnt_bool_number_ops);
+
 GNT_CONSTANT(force_emulation_prefix, "0");
 GNT_CONSTANT(ignore_msrs, "N");
 GNT_CONSTANT(enable_pmu, "N");
@@ -126,6 +162,12 @@ int gnt_preemption_timer(void)
 void gnt_no_preemption_timer(void)
 {
 	switches->preemption_timer = false;
+}
+
+/* As in stock KVM the parameters tell what is. Before the module is seen in sysfs as live. */
+void gnt_uses(u32 uses)
+{
+	switches->uses = uses;
 }
 
 u32 gnt_l1d_flush_asked(void)

@@ -25,7 +25,13 @@ struct gnt_switches SWITCHES = GNT_SWITCHES_DEFAULT;
 static struct gnt_switches SWITCHES = GNT_SWITCHES_DEFAULT;
 #endif
 
+#if defined(GNT_SPLIT) && defined(GNT_AMD)
+/* Stock kvm_amd shows 1, kvm_intel Y. */
+module_param_cb(nested, &gnt_bool_number_ops, &SWITCHES.nested, 0444);
+__MODULE_PARM_TYPE(nested, "int");
+#else
 module_param_named(nested, SWITCHES.nested, bool, 0444);
+#endif
 MODULE_PARM_DESC(nested,
 	"Guests may be hypervisors, where this module can run their guests (default 1; 0: not offered). Shows what is offered");
 
@@ -71,8 +77,19 @@ MODULE_PARM_DESC(vmentry_l1d_flush,
 
 #ifdef GNT_AMD
 GNT_CONSTANT(avic, "N");
+GNT_CONSTANT(vgif, "0");
+GNT_USES(lbrv, gnt_use_number_ops, GNT_LBR);
+GNT_USES(nrips, gnt_use_number_ops, GNT_NRIP_SAVE);
+GNT_USES(vls, gnt_use_number_ops, GNT_VIRTUAL_VMLOAD);
+GNT_USES(tsc_scaling, gnt_use_number_ops, GNT_TSC_SCALING);
+GNT_USES(vnmi, gnt_use_ops, GNT_VIRTUAL_NMI);
 #else
 GNT_CONSTANT(allow_smaller_maxphyaddr, "N");
+GNT_CONSTANT(flexpriority, "N");
+GNT_CONSTANT(vnmi, "Y");
+GNT_USES(pml, gnt_use_ops, GNT_PML);
+GNT_USES(vpid, gnt_use_ops, GNT_VPID);
+GNT_USES(eptad, gnt_use_ops, GNT_EPT_DIRTY);
 module_param_cb(unrestricted_guest, &gnt_constant_bool_ops, &SWITCHES.ept, 0444);
 MODULE_PARM_DESC(unrestricted_guest, "As in stock KVM, for programs that read it: as ept");
 #endif

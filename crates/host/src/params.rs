@@ -65,6 +65,38 @@ pub fn no_preemption_timer() {
     sys::gnt_no_preemption_timer();
 }
 
+/// A part of the CPU that a parameter of stock KVM's tells of.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub enum Use {
+    /// Virtual branch records, AMD (`lbrv`).
+    Lbr,
+    /// The address behind an instruction that exits, AMD (`nrips`).
+    NripSave,
+    /// VMLOAD and VMSAVE of guests without an exit, AMD (`vls`).
+    VirtualVmload,
+    /// Virtual NMIs, AMD (`vnmi`).
+    VirtualNmi,
+    /// A ratio of the TSC, AMD (`tsc_scaling`).
+    TscScaling,
+    /// The page-modification log, Intel (`pml`).
+    Pml,
+    /// Address-space ids, Intel (`vpid`).
+    Vpid,
+    /// Accessed and dirty bits of EPT, Intel (`eptad`).
+    EptDirty,
+}
+
+/// Which of them are used: the parameters show that from now on.
+pub fn uses(all: &[(Use, bool)]) {
+    sys::gnt_uses(used_bits(all));
+}
+
+fn used_bits(all: &[(Use, bool)]) -> u32 {
+    // Bits in the order of `enum gnt_use` in gannet.h.
+    all.iter().filter(|(_, used)| *used).fold(0, |bits, (what, _)| bits | 1 << *what as u32)
+}
+
 /// Whether guests have TDP, of whichever vendor; else shadow paging.
 #[inline]
 pub fn tdp() -> bool {
@@ -81,4 +113,38 @@ pub fn npt() -> bool {
 #[inline]
 pub fn ept() -> bool {
     sys::gnt_ept() != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    extern crate std;
+    use std::{format, string::String, vec::Vec};
+
+    /// `NripSave` as `GNT_NRIP_SAVE`.
+    fn name_in_c(what: Use) -> String {
+        format!("{what:?}").chars().fold(String::from("GNT"), |name, c| {
+            let between = if c.is_uppercase() { "_" } else { "" };
+            name + between + &String::from(c.to_ascii_uppercase())
+        })
+    }
+
+    #[test]
+    fn the_glue_has_them_in_the_same_order() {
+        let header = include_str!("../../../linux/glue/gannet.h");
+        let body = header.split("enum gnt_use {").nth(1).unwrap().split('}').next().unwrap();
+        let there: Vec<&str> = body.split(',').map(str::trim).collect();
+        let all = [
+            Use::Lbr,
+            Use::NripSave,
+            Use::VirtualVmload,
+            Use::VirtualNmi,
+            Use::TscScaling,
+            Use::Pml,
+            Use::Vpid,
+            Use::EptDirty,
+        ];
+        assert_eq!(there, all.map(name_in_c));
+        assert_eq!(used_bits(&[(Use::Lbr, true), (Use::Pml, false), (Use::EptDirty, true)]), 0x81);
+    }
 }

@@ -6,7 +6,7 @@ use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use cpu::{Cpu, Native};
 use host::mitigation::{Facts, NxHugePages};
-use host::{NoMemory, err, hostcpu, info, params, smp, warn};
+use host::{NoMemory, err, hostcpu, info, params, params::Use, smp, warn};
 use mmu::{EptSupport, Format};
 use svm::HostState;
 use vmx::mitigations;
@@ -221,6 +221,7 @@ impl Found {
         if !matches!(self, Self::Vmx(features) if features.preemption_timer.is_some()) {
             params::no_preemption_timer();
         }
+        self.show_uses();
         let tables = if params::tdp() { "TDP" } else { "shadow paging" };
         match self {
             Self::Svm(features) => {
@@ -231,6 +232,28 @@ impl Found {
                 let l1d = mitigations::mode_name(mitigations::mode());
                 info!("mitigations: L1D flush {l1d}; {}", mitigations::Report::now().short());
             }
+        }
+    }
+}
+
+impl Found {
+    /// What the parameters of stock KVM's tell of it.
+    #[inline(never)]
+    fn show_uses(&self) {
+        match self {
+            Self::Svm(f) => params::uses(&[
+                (Use::Lbr, f.lbr),
+                (Use::NripSave, f.nrip_save),
+                // Of guests that are hypervisors.
+                (Use::VirtualVmload, f.v_vmload && params::nested(params::tdp())),
+                (Use::VirtualNmi, f.vnmi),
+                (Use::TscScaling, f.tsc_ratio),
+            ]),
+            Self::Vmx(f) => params::uses(&[
+                (Use::Pml, f.ept && f.pml),
+                (Use::Vpid, f.vpid),
+                (Use::EptDirty, f.ept && f.ept_dirty),
+            ]),
         }
     }
 }

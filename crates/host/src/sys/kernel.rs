@@ -224,6 +224,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_enable_shadow_vmcs(possible: i32) -> i32;
     pub(crate) safe fn gnt_preemption_timer() -> i32;
     pub(crate) safe fn gnt_no_preemption_timer();
+    pub(crate) safe fn gnt_uses(uses: u32);
     pub(crate) safe fn gnt_npt() -> i32;
     pub(crate) safe fn gnt_ept() -> i32;
     // log.c

@@ -77,6 +77,7 @@ pub(crate) fn gnt_preemption_timer() -> i32 {
     1
 }
 pub(crate) fn gnt_no_preemption_timer() {}
+pub(crate) fn gnt_uses(_: u32) {}
 
 // The log.
 
