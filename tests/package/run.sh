@@ -1,6 +1,6 @@
 #!/bin/bash
-# Installs the Debian package as an administrator would, and removes it, in a Debian 12 of its own: about ten minutes, root, 2 GB in
-# target/lab/package-test, 280 MB of downloads.
+# Installs the Debian package as an administrator would, and removes it, in a Debian 12 of its own, whose lintian looks at it first: about ten
+# minutes, root, 2.5 GB in target/lab/package-test, 320 MB of downloads.
 #
 #   make deb && tests/package/run.sh
 #
@@ -18,7 +18,9 @@ exitbench=$lab/cargo-static/x86_64-unknown-linux-gnu/release/exitbench
 release=$(cat "$lab/kernel/6.12/release")
 
 # --- a Debian of its own ---
-debian_root "$lab/package-test" '?essential' apt dkms openssl libc6-dev "linux-headers-$release"
+# One that was made before there was lintian in it is made anew.
+[ -x "$lab/package-test/root/usr/bin/lintian" ] || rm -f "$lab/package-test/root.made"
+debian_root "$lab/package-test" '?essential' apt dkms lintian openssl libc6-dev "linux-headers-$release"
 
 # --- install; upgrade ---
 failures=0
@@ -29,6 +31,7 @@ version=$(dpkg-deb -f "$deb" Version)
 rm -f "$root"/debs/*
 cp "$deb" "$root/debs/first.deb"
 "$checkout/linux/debian/build.sh" "$version+next" "$lab/module/core.o" "$root/debs/next.deb"
+check lintian_finds_nothing inside lintian --fail-on=error,warning /debs/first.deb
 inside apt-get -y purge gannet-dkms >/dev/null 2>&1 || true
 module() { inside modinfo -k "$release" -F "$1" "$2" 2>/dev/null; }
 stock=$(inside sh -c "cd /lib/modules/$release/kernel/arch/x86/kvm && sha256sum *")
@@ -56,7 +59,7 @@ cp "$here/init.sh" "$root/init.sh"
 cp "$exitbench" "$root/usr/local/bin/"
 chmod 755 "$root/init.sh"
 rm -f "$work/disk"
-mke2fs -q -t ext4 -d "$root" "$work/disk" 1600M
+mke2fs -q -t ext4 -d "$root" "$work/disk" 2000M
 for boot in 1 2; do
     timeout 900 "$lab/bin/qemu" -accel tcg,thread=single -machine q35 -cpu EPYC,+svm,+npt,+x2apic -m 2048M -smp 1 -nodefaults \
         -no-user-config -display none -no-reboot -serial stdio -kernel "$root/boot/vmlinuz-$release" \

@@ -1,10 +1,11 @@
 //! Checks of the sources themselves: files of a crate that need each other in a ring, dependencies that a crate
-//! declares and does not use, docs of a word or two.
+//! declares and does not use, docs of a word or two, more C than there may be.
 
 mod arrows;
 mod circles;
 mod dependencies;
 mod docs;
+mod glue;
 mod modules;
 
 use crate::tally::Tally;
@@ -17,6 +18,7 @@ pub fn run(root: &Path, tally: &mut Tally) {
     tally.record("no files of a crate need each other in a ring", judge(root, circles::check));
     tally.record("every declared dependency is used", judge(root, dependencies::check));
     tally.record("docs say what their object is", judge(root, docs::check));
+    tally.record("the C is no longer than it may be", judge(root, glue::check));
 }
 
 fn judge(root: &Path, check: fn(&Path, &[PathBuf]) -> Result<Vec<String>>) -> Result<(), String> {
@@ -74,6 +76,7 @@ mod tests {
         assert_eq!(judge(&root, circles::check), Ok(()));
         assert_eq!(judge(&root, dependencies::check), Ok(()));
         assert_eq!(judge(&root, docs::check), Ok(()));
+        assert_eq!(judge(&root, glue::check), Ok(()));
     }
 
     #[test]
