@@ -60,15 +60,55 @@ __attribute__((naked, used)) static void choose(void)
 	    "jmp *(%rax)");
 }
 
+// #VMEXIT clears what is pending of debug traps and of shadows, as a VM exit does. Bochs's does not: a step that a guest with RFLAGS.TF was
+// still to take is the host's, whose TR is the guest's then, and the machine is gone. Two stores near the end of Svm_Vmexit make room.
+__attribute__((naked, used)) static void leave(void)
+{
+	asm("movb $0, 0x93aa(%rbx)\n\t"
+	    "movl $0, 0x93d8(%rbx)\n\t"
+	    "movl $0, 0x298(%rbx)\n\t"
+	    "movl $0, 0x140(%rbx)\n\t"
+	    "ret");
+}
+
+static void overwrite(unsigned char *at, const unsigned char *with, size_t size)
+{
+	void *page = (void *)((unsigned long)at & -4096ul);
+
+	if (mprotect(page, 2 * 4096, PROT_READ | PROT_WRITE | PROT_EXEC))
+		return;
+	memcpy(at, with, size);
+	mprotect(page, 2 * 4096, PROT_READ | PROT_EXEC);
+}
+
+__attribute__((constructor)) static void mend_svm(void)
+{
+	// movb $0, 0x93aa(%rbx); movl $0, 0x93d8(%rbx)
+	static const unsigned char known[] = { 0xc6, 0x83, 0xaa, 0x93, 0, 0, 0, 0xc7, 0x83, 0xd8, 0x93, 0, 0, 0, 0, 0, 0 };
+	// mov $leave, %rax; call *%rax; and a NOP of five bytes. The flags are still wanted.
+	unsigned char call[sizeof known] = { 0x48, 0xb8, [10] = 0xff, 0xd0, 0x0f, 0x1f, 0x44, 0, 0 };
+	unsigned char *function = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C10Svm_VmexitEimm");
+	void *to = leave;
+
+	if (!function)
+		return;
+	if (memcmp(function + 0x15e, known, sizeof known)) {
+		fprintf(stderr, "this Bochs is not the one whose debug traps can be mended\n");
+		return;
+	}
+	memcpy(call + 2, &to, sizeof to);
+	overwrite(function + 0x15e, call, sizeof call);
+}
+
 __attribute__((constructor)) static void mend(void)
 {
 	// mov 0x93b0(%rbx), %eax; je; mov %rbx, %rdi; test $2, %ah; jne; call VMexit_ExtInterrupt
 	static const unsigned char known[] = { 0x8b, 0x83, 0xb0, 0x93, 0x00, 0x00, 0x74, 0x17, 0x48, 0x89, 0xdf,
 					       0xf6, 0xc4, 0x02, 0x0f, 0x85, 0xd0, 0x00, 0x00, 0x00, 0xe8 };
-	enum { CHOICE = 0x2c, LEAVES = 0x38, DELIVERS = 0x108, PAGE = 4096 };
+	enum { CHOICE = 0x2c, LEAVES = 0x38, DELIVERS = 0x108 };
 	unsigned char *function = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C20InterruptAcknowledgeEv");
 	unsigned char jump[12] = { 0x48, 0xb8, [10] = 0xff, 0xe0 }; // mov $choose, %rax; jmp *%rax
-	void *to = choose, *page;
+	void *to = choose;
 
 	if (!function)
 		return;
@@ -79,9 +119,5 @@ __attribute__((constructor)) static void mend(void)
 	bochs_delivers = function + DELIVERS;
 	bochs_leaves = function + LEAVES;
 	memcpy(jump + 2, &to, sizeof to);
-	page = (void *)((unsigned long)function & -(unsigned long)PAGE);
-	if (mprotect(page, 2 * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC))
-		return;
-	memcpy(function + CHOICE, jump, sizeof jump);
-	mprotect(page, 2 * PAGE, PROT_READ | PROT_EXEC);
+	overwrite(function + CHOICE, jump, sizeof jump);
 }

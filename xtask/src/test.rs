@@ -161,6 +161,12 @@ fn quiet(layout: &Layout, title: &str, command: &mut Command) -> Result<(), Stri
 /// Lab tests: the machines with the stock module as a check of the lab itself, then Gannet's.
 fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) -> Result<()> {
     let mut tests = Vec::new();
+    // What the list has for a machine that has to be named runs without being named, too.
+    if !options.machine_named() {
+        let options = options.on(Machine::AmdNrip);
+        tests.push(labtest::counts_operations(&options, &tools::prepare(layout, &options)?));
+        labtest::from_list(layout, &options, built, "tests.list", &mut tests)?;
+    }
     // The longest first: those of Bochs.
     for options in options.for_machines().iter().rev() {
         let tools = tools::prepare(layout, options)?;

@@ -2,7 +2,9 @@
 
 use crate::{OUT, decoded, executed, left};
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use gannet_lab::exits;
 use std::fs::File;
+use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 
 /// `bxInstruction_c`, as far as it is read here. `learn` finds what else it needs by looking.
 #[repr(C)]
@@ -54,20 +56,59 @@ unsafe extern "C" fn before_execution(_cpu: c_uint, instruction: *const Instruct
     executed(instruction.number(), &instruction.rest);
 }
 
-unsafe extern "C" fn vmexit(_cpu: c_uint, reason: u32, qualification: u64) {
+/// The guest's, while it is being left.
+fn ecx() -> u32 {
     // SAFETY: the debugger's function for a general register of the first CPU, which is in 64-bit mode or answers 0.
-    let rcx = REGISTER.get().map_or(0, |register| unsafe { register(RCX) });
-    left(reason, qualification, rcx as u32);
+    REGISTER.get().map_or(0, |register| unsafe { register(RCX) }) as u32
+}
+
+unsafe extern "C" fn vmexit(_cpu: c_uint, reason: u32, qualification: u64) {
+    left(exits::vmx_reason(reason, qualification, ecx()));
+}
+
+/// `BX_CPU_C::Svm_Vmexit`, of which the emulator tells nobody.
+type SvmVmexit = unsafe extern "C" fn(*mut c_void, c_int, u64, u64);
+/// Where its own beginning lies, with a jump to the rest.
+static SVM_VMEXIT: AtomicPtr<u8> = AtomicPtr::new(core::ptr::null_mut());
+
+/// How it begins: nothing that depends on its place, and room for a jump.
+const SVM_VMEXIT_BEGINS: [u8; 17] = [
+    0x41, 0x55, // push %r13
+    0x48, 0x89, 0xd0, // mov %rdx, %rax
+    0x49, 0x89, 0xc9, // mov %rcx, %r9
+    0x41, 0x89, 0xd0, // mov %edx, %r8d
+    0x41, 0x54, // push %r12
+    0x48, 0xc1, 0xe8, 0x20, // shr $32, %rax
+];
+
+unsafe extern "C" fn svm_vmexit(cpu: *mut c_void, code: c_int, info: u64, more: u64) {
+    // The code is signed: -1 is VMEXIT_INVALID.
+    left(exits::reason(i64::from(code) as u64, info, ecx()));
+    let rest = SVM_VMEXIT.load(Relaxed);
+    // SAFETY: `enter_by_way_of` has put a copy of the function's beginning there, which goes on in the function itself. It does not come
+    // back but by longjmp, and nothing here waits to be dropped.
+    unsafe { core::mem::transmute::<*mut u8, SvmVmexit>(rest)(cpu, code, info, more) }
 }
 
 unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
     fn mprotect(address: *mut c_void, length: usize, protection: c_int) -> c_int;
+    fn mmap(
+        address: *mut c_void,
+        length: usize,
+        protection: c_int,
+        flags: c_int,
+        file: c_int,
+        offset: i64,
+    ) -> *mut c_void;
 }
 
 /// `RTLD_DEFAULT`, and `PROT_READ | PROT_WRITE | PROT_EXEC`.
 const EVERYWHERE: *mut c_void = core::ptr::null_mut();
 const ALL_RIGHTS: c_int = 7;
+/// `MAP_PRIVATE | MAP_ANONYMOUS`
+const NEW: c_int = 0x22;
+const PAGE: usize = 4096;
 
 fn find(name: &CStr) -> Option<*mut u8> {
     // SAFETY: asks the dynamic linker for an address.
@@ -78,25 +119,57 @@ fn find(name: &CStr) -> Option<*mut u8> {
 /// Puts a jump to `to` in the place of a function that does nothing. Whether it was one.
 fn replace(function: *mut u8, to: usize) -> bool {
     const SLOT: usize = 16;
-    const PAGE: usize = 4096;
-    // `jmp *0(%rip)`, and the address behind it.
+    // SAFETY: `function` is code of the emulator, which is there to be read. Functions are aligned to SLOT, so that what follows a RET up
+    // to there is padding.
+    unsafe { function.addr().is_multiple_of(SLOT) && *function == 0xc3 && overwrite(function, to) }
+}
+
+/// `jmp *0(%rip)`, and the address behind it.
+fn jump(to: usize) -> [u8; 14] {
     let mut jump = [0u8; 14];
     jump[..2].copy_from_slice(&[0xff, 0x25]);
     jump[6..].copy_from_slice(&to.to_le_bytes());
+    jump
+}
+
+/// Writes a jump to `to` over the code at `function`. Whether it could be.
+///
+/// # Safety
+/// `function` is code of the emulator, whose main has not begun, so that nobody executes it; and what the jump covers is the function's.
+unsafe fn overwrite(function: *mut u8, to: usize) -> bool {
+    let jump = jump(to);
     let from = function.addr() & !(PAGE - 1);
-    let length = (function.addr() + SLOT).next_multiple_of(PAGE) - from;
-    // SAFETY: `function` is code of the emulator, whose main has not begun, so that nobody executes it. Functions there are aligned to
-    // SLOT, so that what follows a RET up to there is padding.
+    let length = (function.addr() + jump.len()).next_multiple_of(PAGE) - from;
+    // SAFETY: the pages are the emulator's code; the rest is what the caller says.
     unsafe {
-        if !function.addr().is_multiple_of(SLOT) || *function != 0xc3 {
-            return false;
-        }
         if mprotect(function.with_addr(from).cast(), length, ALL_RIGHTS) != 0 {
             return false;
         }
         core::ptr::copy_nonoverlapping(jump.as_ptr(), function, jump.len());
     }
     true
+}
+
+/// Has a function that begins with `begins` entered by way of `to`. Where the copy of its beginning lies, which goes on in the function.
+fn enter_by_way_of(function: *mut u8, begins: &[u8], to: usize) -> Option<*mut u8> {
+    let back = jump(function.addr() + begins.len());
+    // SAFETY: the function is code of the emulator, longer than its beginning. The new page is nobody else's and has room for both parts.
+    // The jump covers less than the beginning, which is known.
+    unsafe {
+        if core::slice::from_raw_parts(function, begins.len()) != begins
+            || begins.len() < back.len()
+        {
+            return None;
+        }
+        let page = mmap(core::ptr::null_mut(), PAGE, ALL_RIGHTS, NEW, -1, 0);
+        if page.addr() == usize::MAX {
+            return None;
+        }
+        let copy: *mut u8 = page.cast();
+        core::ptr::copy_nonoverlapping(begins.as_ptr(), copy, begins.len());
+        core::ptr::copy_nonoverlapping(back.as_ptr(), copy.add(begins.len()), back.len());
+        overwrite(function, to).then_some(copy)
+    }
 }
 
 /// Runs before the emulator's main, in whatever program this is loaded into.
@@ -114,11 +187,15 @@ extern "C" fn set_up() {
     let register = find(c"_Z22bx_dbg_get_reg64_valuej")
         .map(|found| unsafe { core::mem::transmute::<*mut u8, Register>(found) });
     let replaced = hooks.iter().all(|(name, to)| find(name).is_some_and(|f| replace(f, *to)));
-    let (Some(register), true) = (register, replaced) else {
+    let copy = find(c"_ZN8BX_CPU_C10Svm_VmexitEimm").and_then(|function| {
+        enter_by_way_of(function, &SVM_VMEXIT_BEGINS, svm_vmexit as *const () as usize)
+    });
+    let (Some(register), Some(copy), true) = (register, copy, replaced) else {
         eprintln!("gannet-lab-bochs-plugin: this is no Bochs with instrumentation as expected");
         return;
     };
     let _ = REGISTER.set(register);
+    SVM_VMEXIT.store(copy, Relaxed);
     match File::create(&path) {
         Ok(file) => {
             if let Ok(mut out) = OUT.lock() {

@@ -3,8 +3,9 @@
 //!
 //! Debian builds Bochs with the calls of its instrumentation in place, each to an exported function that does nothing. This library is
 //! loaded before the emulator (LD_PRELOAD) and puts its own functions in the place of three of them (`hooks.rs`): an instruction was
-//! decoded, one is about to be executed, a guest was left. Bochs shows an instruction's bytes only when it decodes it; what they mean
-//! is then noted under the number that the emulator gives to the form of the instruction (`forms.rs`). From VMLAUNCH or VMRESUME to the
+//! decoded, one is about to be executed, a guest was left. Of SVM's exits there is no such call, and the emulator's own function for
+//! them is entered by way of this library's. Bochs shows an instruction's bytes only when it decodes it; what they mean
+//! is then noted under the number that the emulator gives to the form of the instruction (`forms.rs`). From VMLAUNCH, VMRESUME or VMRUN to the
 //! VM exit it is the guest that executes, all else is the host.
 //!
 //! `GANNET_LAB_COUNTS` names the file to write. The machines that count have one CPU.
@@ -14,7 +15,6 @@ mod hooks;
 
 use forms::{Form, Forms};
 use gannet_lab::classify::{KINDS, Kind, Marker};
-use gannet_lab::exits::vmx_reason;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -67,12 +67,12 @@ fn executed(number: usize, instruction: &[u8]) {
 }
 
 /// A guest is left.
-fn left(reason: u32, qualification: u64, ecx: u32) {
+fn left(reason: &'static str) {
     IN_GUEST.store(false, Relaxed);
     if COUNTING.load(Relaxed)
         && let Ok(mut exits) = EXITS.lock()
     {
-        *exits.entry(vmx_reason(reason, qualification, ecx)).or_default() += 1;
+        *exits.entry(reason).or_default() += 1;
     }
 }
 
@@ -112,6 +112,6 @@ fn record(exits: &BTreeMap<&'static str, u64>) -> String {
 
 impl Form {
     fn enters(self) -> bool {
-        matches!(self.kinds()[0], Some(Kind::Vmlaunch | Kind::Vmresume))
+        matches!(self.kinds()[0], Some(Kind::Vmlaunch | Kind::Vmresume | Kind::Vmrun))
     }
 }
