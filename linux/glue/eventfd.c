@@ -78,8 +78,9 @@ static void queue(struct file *file, wait_queue_head_t *head, poll_table *table)
 	w->refused = add_wait_queue_priority_exclusive(head, &w->entry);
 }
 
-int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *calls,
-		     void *context)
+/* The caller holds `expected`: another eventfd that has come in its place meanwhile it has not looked at. */
+int gnt_watch_attach(struct gnt_watch *w, int fd, const struct eventfd_ctx *expected,
+		     const struct gnt_watch_calls *calls, void *context)
 {
 	__poll_t events;
 	struct eventfd_ctx *e;
@@ -91,6 +92,11 @@ int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *
 	if (IS_ERR(e)) {
 		fput(file);
 		return PTR_ERR(e);
+	}
+	if (e != expected) {
+		eventfd_ctx_put(e);
+		fput(file);
+		return -EBADF;
 	}
 	w->calls = calls;
 	w->context = context;

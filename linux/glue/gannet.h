@@ -244,8 +244,8 @@ int gnt_fd_is_open(int fd);
 struct eventfd_ctx *gnt_eventfd_get(int fd);
 void gnt_eventfd_put(struct eventfd_ctx *e);
 void gnt_eventfd_signal(struct eventfd_ctx *e, u64 count);
-int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *calls,
-		     void *context);
+int gnt_watch_attach(struct gnt_watch *w, int fd, const struct eventfd_ctx *expected,
+		     const struct gnt_watch_calls *calls, void *context);
 void gnt_watch_detach(struct gnt_watch *w);
 struct eventfd_ctx *gnt_watch_context(const struct gnt_watch *w);
 

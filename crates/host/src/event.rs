@@ -102,16 +102,21 @@ impl<T: EventHandler> Calls<T> {
 }
 
 impl<T: EventHandler> Watch<T> {
-    /// Starts hearing from descriptor `fd` of the current task. A counter that is set already
+    /// Starts hearing from `event`, which descriptor `fd` of the current task names. A counter that is set already
     /// calls [`EventHandler::fired`] before this returns.
+    ///
+    /// # Errors
+    /// [`WatchError::BadFd`] with [`BadFd::Closed`] also where the descriptor names another eventfd by now: what the
+    /// caller has found out about `event` is not true of that one.
     #[allow(clippy::new_ret_no_self, reason = "the kernel links the watch: it may not move")]
-    pub fn new(fd: i32, value: T) -> Result<Arc<Self>, WatchError> {
+    pub fn new(fd: i32, event: &EventFd, value: T) -> Result<Arc<Self>, WatchError> {
         let raw = UnsafeCell::new(sys::WatchRaw::new());
         let arc = Arc::new(Self { watch: raw, value })?;
         // The value's own address, which is fixed from here on: C hands it back with each call.
         let context = (&raw const arc.value).cast_mut().cast::<c_void>();
+        let (watch, calls) = (arc.watch.get(), &Calls::<T>::TABLE);
         // SAFETY: the watch will not move again, and Drop detaches it before the value goes.
-        match unsafe { sys::gnt_watch_attach(arc.watch.get(), fd, &Calls::<T>::TABLE, context) } {
+        match unsafe { sys::gnt_watch_attach(watch, fd, event.context, calls, context) } {
             0 => Ok(arc),
             // The kernel's errno: numbers are all that crosses the border.
             EBADF => Err(WatchError::BadFd(BadFd::Closed)),
@@ -181,7 +186,7 @@ mod tests {
         let event = EventFd::get(fd).unwrap();
         event.signal(1);
         assert_eq!(test::eventfd_read(fd), 1);
-        let watch = Watch::new(fd, Heard::default()).unwrap();
+        let watch = Watch::new(fd, &event, Heard::default()).unwrap();
         assert!(watch.watches(&event));
         event.signal(1);
         event.signal(1);
@@ -195,13 +200,29 @@ mod tests {
     #[test]
     fn a_counter_that_is_set_fires_when_the_watch_begins() {
         let fd = test::eventfd();
-        EventFd::get(fd).unwrap().signal(1);
-        assert_eq!(Watch::new(fd, Heard::default()).unwrap().fired.load(Ordering::Relaxed), 1);
+        let event = EventFd::get(fd).unwrap();
+        event.signal(1);
+        let watch = Watch::new(fd, &event, Heard::default()).unwrap();
+        assert_eq!(watch.fired.load(Ordering::Relaxed), 1);
     }
 
     #[test]
     fn a_descriptor_that_is_no_eventfd_is_refused() {
         assert_eq!(EventFd::get(-1).unwrap_err(), BadFd::Closed);
-        assert!(matches!(Watch::new(-1, Heard::default()), Err(WatchError::BadFd(BadFd::Closed))));
+        let event = EventFd::get(test::eventfd()).unwrap();
+        let refused = Watch::new(-1, &event, Heard::default()).err();
+        assert_eq!(refused, Some(WatchError::BadFd(BadFd::Closed)));
+    }
+
+    #[test]
+    fn a_descriptor_that_names_another_eventfd_by_now_is_refused() {
+        let (fd, other) = (test::eventfd(), test::eventfd());
+        let (event, another) = (EventFd::get(fd).unwrap(), EventFd::get(other).unwrap());
+        another.signal(1);
+        let refused = Watch::new(other, &event, Heard::default()).err();
+        assert_eq!(refused, Some(WatchError::BadFd(BadFd::Closed)));
+        // Nobody hears of either.
+        event.signal(1);
+        assert_eq!([fd, other].map(test::eventfd_read), [1, 1]);
     }
 }

@@ -176,6 +176,7 @@ unsafe extern "C" {
     pub(crate) fn gnt_watch_attach(
         w: *mut WatchRaw,
         fd: i32,
+        expected: *const EventFdRaw,
         calls: *const WatchCalls,
         context: *mut c_void,
     ) -> i32;

@@ -134,7 +134,7 @@ impl IrqFds {
             resample: resample.is_some(),
             gone: AtomicBool::new(false),
         };
-        match Watch::new(fd, handler) {
+        match Watch::new(fd, &event, handler) {
             Ok(watch) => {
                 list.push(IrqFd { watch, resample });
                 Ok(())

@@ -55,11 +55,13 @@ impl WatchRaw {
 pub(crate) unsafe fn gnt_watch_attach(
     w: *mut WatchRaw,
     fd: i32,
+    expected: *const EventFdRaw,
     calls: &'static WatchCalls,
     context: *mut c_void,
 ) -> i32 {
     super::thread::refuse_in_guest("gnt_watch_attach");
-    let Some(event) = descriptors().events.get(&fd).cloned() else { return -9 };
+    let found = descriptors().events.get(&fd).cloned();
+    let Some(event) = found.filter(|event| Arc::as_ptr(event) == expected) else { return -9 };
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
     let mut state = event.state.lock().unwrap_or_else(PoisonError::into_inner);
     state.watches.push((id, calls, Context(context)));
