@@ -8,6 +8,7 @@ mod counting;
 mod groups;
 mod kvm;
 mod machine;
+mod objects;
 mod options;
 mod oracle;
 mod outcome;

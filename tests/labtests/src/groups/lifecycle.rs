@@ -6,9 +6,10 @@ use kvm_bindings::*;
 
 use crate::kvm::file::{Commands, System, own};
 use crate::kvm::ioctl;
-use crate::machine::code::{done, guest_code};
+use crate::machine::code::{done, guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::memory::Memory;
+use crate::objects::gives_back;
 use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds};
 use crate::runner::{await_end, tests};
 
@@ -21,6 +22,9 @@ tests!("lifecycle":
     a_vm_that_was_refused_leaves_no_memory_behind,
     a_signal_interrupts_the_making_of_a_vm_and_does_nothing_else,
     killed_vmms_leave_no_memory_behind,
+    processes_that_make_a_vm_leave_no_address_space_behind,
+    eventfds_that_come_and_go_leave_no_memory_behind,
+    vcpus_go_while_their_timers_fire,
 );
 
 guest_code!(short, 64, "mov $0xd, %eax", "cpuid", "movq $1, FREE", done!());
@@ -119,7 +123,7 @@ fn free_kilobytes() -> i64 {
 }
 
 /// Runs rounds of `work`; a leak takes at least `leak` kilobytes in each.
-fn leaves_nothing(leak: i64, mut work: impl FnMut() -> Outcome) -> Outcome {
+pub fn leaves_nothing(leak: i64, mut work: impl FnMut() -> Outcome) -> Outcome {
     const ROUNDS: i64 = 4;
     work()?;
     let before = free_kilobytes();
@@ -234,4 +238,91 @@ fn killed_vmms_leave_no_memory_behind() -> Outcome {
         }
         System::open().map(drop)
     })
+}
+
+fn processes_that_make_a_vm_leave_no_address_space_behind() -> Outcome {
+    const PROCESSES: i64 = 50;
+    gives_back("mm_struct", PROCESSES, || {
+        for _ in 0..PROCESSES {
+            // SAFETY: this process has one thread.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let made = System::open().and_then(|system| system.create_vm());
+                // SAFETY: ends this process, which has the VM still.
+                unsafe { libc::_exit(made.is_err().into()) };
+            }
+            let ended = await_end(child, std::time::Duration::from_secs(5));
+            equal("how a process that made a VM ends", ended, Some(0))?;
+        }
+        Ok(())
+    })
+}
+
+fn eventfds_that_come_and_go_leave_no_memory_behind() -> Outcome {
+    const EVENTFDS: i64 = 1000;
+    let guest = Guest::new(Chip::Kernel, short())?;
+    // The kernel's general caches, of which an eventfd's counter is an object.
+    gives_back("kmalloc-", EVENTFDS, || {
+        for _ in 0..EVENTFDS {
+            let (irqfd, bell) = (eventfd(), eventfd());
+            let fd = irqfd.as_raw_fd() as u32;
+            for flags in [0, KVM_IRQFD_FLAG_DEASSIGN] {
+                let request = kvm_irqfd { fd, gsi: 4, flags, ..Default::default() };
+                guest.vm.send(ioctl::IRQFD, &request).granted("KVM_IRQFD")?;
+            }
+            let (addr, fd) = (0xd000_0000, bell.as_raw_fd());
+            for flags in [0, 1 << kvm_ioeventfd_flag_nr_deassign] {
+                let request = kvm_ioeventfd { addr, len: 4, fd, flags, ..Default::default() };
+                guest.vm.send(ioctl::IOEVENTFD, &request).granted("KVM_IOEVENTFD")?;
+            }
+        }
+        Ok(())
+    })
+}
+
+guest_code!(
+    // A timer of 1 ms, again and again, which nobody hears of.
+    ticking,
+    64,
+    x2apic!(),
+    "mov $0x832, %ecx",
+    "mov $0x20040, %eax",
+    "wrmsr",
+    "mov $0x83e, %ecx",
+    "mov $0xb, %eax",
+    "wrmsr",
+    "mov $0x838, %ecx",
+    "mov $1000000, %eax",
+    "wrmsr",
+    done!()
+);
+
+/// Puts this thread on one of two CPUs, if there are two.
+fn on_cpu(cpu: usize) {
+    // SAFETY: a set of ours; where there is no such CPU nothing changes.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(cpu, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &raw const set);
+    }
+}
+
+fn vcpus_go_while_their_timers_fire() -> Outcome {
+    // All on one CPU, so that one of them is often being served there when the other CPU closes the files. A handler that
+    // is not waited for reaches what is freed: a debug kernel says so. Shorter periods would leave a slow CPU time for nothing else.
+    const VCPUS: u32 = 4;
+    let rounds = std::env::var("LABTESTS_TURNS").ok().and_then(|text| text.parse().ok());
+    for round in 0..rounds.unwrap_or(5) {
+        on_cpu(1);
+        let guest = Guest::with_vcpus(Chip::Kernel, Mode::Long, VCPUS, ticking())?;
+        for (index, vcpu) in guest.vcpus.iter().enumerate() {
+            // None but the first would begin by itself.
+            let runnable = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
+            vcpu.send(ioctl::SET_MP_STATE, &runnable).granted("KVM_SET_MP_STATE")?;
+            guest.finish_of(index)?;
+        }
+        on_cpu(0);
+        std::thread::sleep(std::time::Duration::from_micros(round % 8 * 170));
+    }
+    Ok(())
 }

@@ -3,6 +3,7 @@
 use crate::runner::Test;
 
 mod apic_ids;
+mod backing;
 mod capabilities;
 mod coalesced;
 mod compat;
@@ -94,6 +95,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         slot_races::TESTS,
         guest_memory::TESTS,
         large_pages::TESTS,
+        backing::TESTS,
         vcpus::TESTS,
         running::TESTS,
         registers::TESTS,

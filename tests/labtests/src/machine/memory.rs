@@ -1,6 +1,6 @@
 //! Memory of a guest: a private mapping of ours.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use guest_machine::memory::{GuestBytes, NoMemory};
 
@@ -78,6 +78,18 @@ impl Memory {
         };
         if address == libc::MAP_FAILED {
             return skip(format!("{path} cannot be mapped at {offset:#x}: {}", Errno::last()));
+        }
+        Ok(Self { address: address.cast(), bytes })
+    }
+
+    /// The beginning of a file, `MAP_SHARED` or `MAP_PRIVATE`.
+    pub fn of_descriptor(file: &impl AsFd, flags: i32, bytes: u64) -> Outcome<Self> {
+        let (bytes, fd) = (bytes as usize, file.as_fd().as_raw_fd());
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping.
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, fd, 0) };
+        if address == libc::MAP_FAILED {
+            return fail(format!("cannot map {bytes:#x} bytes of a file: {}", Errno::last()));
         }
         Ok(Self { address: address.cast(), bytes })
     }
