@@ -9,6 +9,7 @@
  * notifier's count before it is used, so no reference is needed. All other memory, and whatever is
  * unusual, goes through get_user_pages, which knows every case.
  */
+#include <linux/lockdep.h>
 #include <linux/mm.h>
 #include <linux/pgtable.h>
 #include <linux/sched/mm.h>
@@ -97,6 +98,7 @@ static __always_inline u64 leaf_at(u64 hva, unsigned int *shift)
 	unsigned long mask = PTE_PFN_MASK;
 	u64 entry = pgd_val(READ_ONCE(*pgd_offset(current->mm, hva)));
 
+	lockdep_assert_irqs_disabled();
 	*shift = PAGE_SHIFT;
 	if (pgtable_l5_enabled()) {
 		if (!(entry & _PAGE_PRESENT))

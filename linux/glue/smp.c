@@ -68,6 +68,7 @@ void gnt_sync_add(struct cpumask *mask, u32 cpu)
 	__cpumask_set_cpu(cpu, mask);
 }
 
+/* When it returns, every CPU of the mask has left what it was in: who frees memory relies on that. */
 void gnt_sync_end(struct cpumask *mask)
 {
 	if (!cpumask_empty(mask))

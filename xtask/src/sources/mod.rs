@@ -1,5 +1,6 @@
 //! Checks of the sources themselves: files of a crate that need each other in a ring, dependencies that a crate
-//! declares and does not use, docs of a word or two, more C than there may be.
+//! declares and does not use, docs of a word or two, more C than there may be, and C that
+//! lacks words whose lack no test can see.
 
 mod arrows;
 mod circles;
@@ -7,6 +8,7 @@ mod dependencies;
 mod docs;
 mod glue;
 mod modules;
+mod wording;
 
 use crate::tally::Tally;
 use anyhow::{Context as _, Result, anyhow};
@@ -19,6 +21,7 @@ pub fn run(root: &Path, tally: &mut Tally) {
     tally.record("every declared dependency is used", judge(root, dependencies::check));
     tally.record("docs say what their object is", judge(root, docs::check));
     tally.record("the C is no longer than it may be", judge(root, glue::check));
+    tally.record("the C glue says what no test can see", judge(root, wording::check));
 }
 
 fn judge(root: &Path, check: fn(&Path, &[PathBuf]) -> Result<Vec<String>>) -> Result<(), String> {
@@ -77,6 +80,7 @@ mod tests {
         assert_eq!(judge(&root, dependencies::check), Ok(()));
         assert_eq!(judge(&root, docs::check), Ok(()));
         assert_eq!(judge(&root, glue::check), Ok(()));
+        assert_eq!(judge(&root, wording::check), Ok(()));
     }
 
     #[test]
