@@ -183,7 +183,7 @@ impl Bench {
         let mut roots = NestedRoots::new();
         self.memory.prepare_nested(&self.cpus).unwrap();
         let root = self.memory.nested_switch(self.cpus.by(cpu), &mut roots, &self.tables());
-        Runner { roots, cache: TableCache::new(), root: root.unwrap(), cpu }
+        Runner { roots, cache: TableCache::new(), root: root.unwrap().0, cpu }
     }
 
     fn told(&self, n: u64, write: bool) -> NestedAccess {
@@ -296,6 +296,28 @@ fn what_no_slot_backs_is_mmio_and_a_table_there_is_l1s_fault() {
         let mut runner = bench.runner();
         assert_eq!(bench.fault(&mut runner, 200, false), NestedOutcome::Mmio(Gpa(0x7000_0008)));
         assert_eq!(bench.fault(&mut runner, 512, false), bench.absent(false));
+        bench.release(runner);
+    });
+}
+
+/// L1's entry leads to a table that is no memory; L1 is told of it, and mends it without a flush. What the pages have of before
+/// goes before L2 runs.
+#[test]
+fn what_l1_was_told_for_want_of_a_table_is_looked_at_again() {
+    both(|ept| {
+        let bench = Bench::new(ept, 0);
+        let mut runner = bench.runner();
+        let switch = |runner: &mut Runner| {
+            bench.memory.nested_switch(bench.cpus.by(0), &mut runner.roots, &bench.tables())
+        };
+        assert_eq!(bench.fault(&mut runner, 20, false), FIXED);
+        bench.entry(18, 0, 0x7000_0000 | bench.full());
+        assert_eq!(bench.fault(&mut runner, 20, true), bench.absent(true));
+        bench.entry(FIRST + 40, 20, bench.leaf(30));
+        bench.entry(18, 0, (FIRST + 40) << 12 | bench.full());
+        assert_eq!(switch(&mut runner).map(|(_, replaced)| replaced), Ok(true));
+        assert_eq!(walk(&runner.root, 20 << 12), None);
+        assert_eq!(switch(&mut runner).map(|(_, replaced)| replaced), Ok(false));
         bench.release(runner);
     });
 }

@@ -62,6 +62,11 @@ impl Tables {
         self.base == other.base && self.role == other.role
     }
 
+    /// Whether other tables begin where these do: a CPU knows what it keeps of EPT by that alone (SDM vol. 3C §29.4.1).
+    pub(crate) fn have_root_of(&self, other: &Self) -> bool {
+        self.base == other.base && self.is_ept() == other.is_ept()
+    }
+
     /// These tables, where an access to one of L1's frames is told as [`L1Fault::ApicAccess`] and never done. `None`:
     /// the frame lies too far up, beyond 16 TiB.
     pub fn without_frame(self, frame: Gfn) -> Option<Self> {

@@ -33,10 +33,20 @@ pub struct Vcpu {
     /// Frame of L1's root, and what its tables are.
     pub root: u64,
     pub kind: Kind,
+    /// Pages whose translation ended by what L1 was told, and the root that it was under: until L2 is entered by that.
+    told: Vec<(u64, u64)>,
+    /// L1 runs, for it was told of something.
+    pub left: bool,
+    /// How old what the vCPU goes by may be: of all, since its last flush, and of a page under a root.
+    since: u64,
+    since_told: HashMap<(u64, u64), u64>,
 }
 
-/// What words of memory held before, by vCPU, since its last flush.
-type Past = HashMap<u64, Vec<u64>>;
+/// What words of memory held before, and till when.
+type Past = HashMap<u64, Vec<(u64, u64)>>;
+
+/// What a CPU keeps: by the root that it walks and by page. Also whether it has marked the page as written.
+type Tlb = HashMap<(u64, u64), (Reached, bool)>;
 
 pub struct Machine {
     pub tdp: Tdp<()>,
@@ -50,7 +60,11 @@ pub struct Machine {
     pub rom: Cell<u64>,
     pub vcpus: Vec<RefCell<Vcpu>>,
     cache: RefCell<TableCache>,
-    past: RefCell<Vec<Past>>,
+    past: RefCell<Past>,
+    /// Counts L1's writes.
+    now: Cell<u64>,
+    /// Each vCPU's: it has a CPU of its own.
+    tlbs: RefCell<Vec<Tlb>>,
     pub flushes: AtomicU64,
     /// Whether shadow pages hear of withdrawals: a twin's do not.
     pub told: Cell<bool>,
@@ -60,6 +74,7 @@ pub struct Machine {
 unsafe impl FlushRemote for Machine {
     fn flush_remote(&self) {
         self.flushes.fetch_add(1, Ordering::Relaxed);
+        self.tlbs.borrow_mut().iter_mut().for_each(Tlb::clear);
     }
 }
 
@@ -103,7 +118,17 @@ impl Machine {
             Kind::Npt { .. } => (Format::npt(levels, 0), true),
             Kind::Ept { flags, .. } => (Format::ept(support), flags),
         };
-        let vcpu = || RefCell::new(Vcpu { roots: NestedRoots::new(), root: 1, kind });
+        let vcpu = || {
+            RefCell::new(Vcpu {
+                roots: NestedRoots::new(),
+                root: 1,
+                kind,
+                told: Vec::new(),
+                left: false,
+                since: 0,
+                since_told: HashMap::new(),
+            })
+        };
         let machine = Self {
             tdp: Tdp::new(format, ()).unwrap(),
             shadow: ShadowMmu::new(format).unwrap(),
@@ -118,7 +143,9 @@ impl Machine {
             rom: Cell::new(0),
             vcpus: (0..vcpus).map(|_| vcpu()).collect(),
             cache: RefCell::new(TableCache::new()),
-            past: RefCell::new(vec![HashMap::new(); vcpus]),
+            past: RefCell::new(HashMap::new()),
+            now: Cell::new(0),
+            tlbs: RefCell::new(vec![HashMap::new(); vcpus]),
             flushes: AtomicU64::new(0),
             told: Cell::new(true),
         };
@@ -154,12 +181,11 @@ impl Machine {
     }
 
     fn note_past(&self, gpa: u64, old: u64) {
-        for past in self.past.borrow_mut().iter_mut() {
-            let values = past.entry(gpa).or_default();
-            if !values.contains(&old) {
-                values.push(old);
-            }
-        }
+        self.now.set(self.now.get() + 1);
+        let mut past = self.past.borrow_mut();
+        let values = past.entry(gpa).or_default();
+        values.retain(|(value, _)| *value != old);
+        values.push((old, self.now.get()));
     }
 
     // The host's side.
@@ -283,15 +309,26 @@ impl Machine {
     pub fn enter(&self, n: usize) -> NestedRoot {
         let vcpu = &mut *self.vcpus[n].borrow_mut();
         let tables = vcpu.kind.tables(vcpu.root);
+        let before = vcpu.roots.current();
         let settled = self.shadow.nested_current(&vcpu.roots, &tables);
         loop {
             let outcome = self
                 .with_view(|view| self.shadow.lock().nested_switch(view, &mut vcpu.roots, &tables));
             match outcome {
-                NestedSwitch::Ready(root) => {
-                    assert!(settled.is_none_or(|settled| settled == root));
-                    self.with_view(|view| self.shadow.lock().nested_awaited(view, &vcpu.roots));
-                    assert!(!vcpu.roots.awaits(), "what is awaited is looked for once");
+                NestedSwitch::Ready { root, replaced } => {
+                    assert!(settled.is_none_or(|settled| settled == root && !replaced));
+                    let settled = self.shadow.nested_current(&vcpu.roots, &tables);
+                    assert_eq!(settled, Some(root), "what L1 was told of is looked for once");
+                    // What the hardware walks is set, and another root flushes.
+                    if replaced || before.is_none_or(|before| before.hpa != root.hpa) {
+                        self.forget(n);
+                    }
+                    // By this root L2 goes by what L1's tables say from now on.
+                    let (now, by) = (self.now.get(), vcpu.root);
+                    for told in vcpu.told.extract_if(.., |(root, _)| *root == by) {
+                        vcpu.since_told.insert(told, now);
+                    }
+                    vcpu.left = false;
                     return root;
                 }
                 NestedSwitch::NeedPages(count) => {
@@ -305,13 +342,58 @@ impl Machine {
 
     /// L1 flushes all of L2's translations.
     pub fn flush(&self, n: usize) {
-        self.past.borrow_mut()[n].clear();
-        self.vcpus[n].borrow_mut().roots.flush();
+        {
+            let vcpu = &mut *self.vcpus[n].borrow_mut();
+            vcpu.roots.flush();
+            vcpu.since = self.now.get();
+            vcpu.since_told.clear();
+        }
+        self.forget(n);
         self.enter(n);
+    }
+
+    /// The vCPU's CPU forgets L2's translations.
+    pub fn forget(&self, n: usize) {
+        self.tlbs.borrow_mut()[n].clear();
+    }
+
+    /// Whether the CPU keeps something of an address under the current root.
+    pub fn keeps(&self, n: usize, gpa: u64) -> bool {
+        self.remembered(n, gpa, &Access::READ).is_some()
+    }
+
+    /// What the CPU keeps of an address, if that lets the access pass.
+    fn remembered(&self, n: usize, gpa: u64, access: &Access) -> Option<Reached> {
+        let vcpu = self.vcpus[n].borrow();
+        let key = (vcpu.roots.current()?.hpa.0, gpa >> 12);
+        let (page, written) = *self.tlbs.borrow()[n].get(&key)?;
+        // The first write of a page is walked for, to set a flag.
+        let passes = page.allows(access, vcpu.kind.has_flags()) && (written || !access.write);
+        passes.then_some(page)
+    }
+
+    /// L1 is told of an access: a violation ends what the CPU keeps of the address (SDM vol. 3C §29.4.3.1).
+    pub fn leave(&self, n: usize, gpa: u64, fault: L1Fault) {
+        let vcpu = &mut *self.vcpus[n].borrow_mut();
+        vcpu.left = true;
+        if !matches!(fault, L1Fault::ApicAccess(_) | L1Fault::Unlogged) {
+            vcpu.told.push((vcpu.root, gpa >> 12));
+        }
     }
 
     /// Accesses `gpa` until the hardware allows it, or L1's tables do not.
     pub fn access(&self, n: usize, gpa: u64, access: &Access) -> Result<Reached, Refused> {
+        let done = self.try_access(n, gpa, access);
+        if let Err(Refused::L1(fault) | Refused::NoTable(fault)) = done {
+            self.leave(n, gpa, fault);
+        }
+        done
+    }
+
+    fn try_access(&self, n: usize, gpa: u64, access: &Access) -> Result<Reached, Refused> {
+        if let Some(page) = self.remembered(n, gpa, access) {
+            return Ok(page);
+        }
         for _ in 0..40 {
             let vcpu = &mut *self.vcpus[n].borrow_mut();
             let root = vcpu.roots.current().unwrap();
@@ -320,8 +402,11 @@ impl Machine {
                 && page.allows(access, kind.has_flags())
             {
                 self.hardware.look(&root, gpa, Some(access));
+                let key = (root.hpa.0, gpa >> 12);
+                self.tlbs.borrow_mut()[n].insert(key, (page, access.write));
                 return Ok(page);
             }
+            self.tlbs.borrow_mut()[n].remove(&(root.hpa.0, gpa >> 12));
             let told = match kind {
                 Kind::Npt { .. } => NestedAccess::npf(kind.told(access) | 1, gpa),
                 // What the shadow tables allow is no business of L1's.
@@ -331,7 +416,11 @@ impl Machine {
             let fault =
                 self.with_view(|view| self.shadow.lock().nested_fault(view, &vcpu.roots, &told));
             match fault {
-                NestedFault::Fixed { .. } => {}
+                NestedFault::Fixed { replaced } => {
+                    if replaced {
+                        self.forget(n);
+                    }
+                }
                 NestedFault::L1(fault) => return Err(Refused::L1(fault)),
                 NestedFault::NeedPages(count) => {
                     assert!(count <= 8, "{count} pages");
@@ -340,6 +429,7 @@ impl Machine {
                 NestedFault::NeedFrame(NestedFrame { gpa, write, table, .. }) => {
                     // Tables in device memory are not followed.
                     if let Some(fault) = table.filter(|_| gpa.gfn().0 >= SMALL) {
+                        vcpu.roots.tell_of_fault(&told);
                         return Err(Refused::NoTable(fault));
                     }
                     if self.find_frame(gpa.gfn().0, write) {
@@ -350,7 +440,10 @@ impl Machine {
                         Some(_) if there => {
                             vcpu.roots.note_rom(gpa.gfn(), self.tdp.generation());
                         }
-                        Some(fault) => return Err(Refused::NoTable(fault)),
+                        Some(fault) => {
+                            vcpu.roots.tell_of_fault(&told);
+                            return Err(Refused::NoTable(fault));
+                        }
                         None => return Err(Refused::Mmio(gpa)),
                     }
                 }
@@ -366,14 +459,18 @@ impl Machine {
     }
 
     /// Whether some mixture of what L1's tables say, and have said since the vCPU's last flush, leads the
-    /// access to the host frame.
+    /// access to the host frame. Of an address that L1 was told of: since L2 was entered behind that.
     pub fn may_reach(&self, n: usize, gpa: u64, access: &Access, pfn: u64) -> bool {
         let (vcpu, past) = (self.vcpus[n].borrow(), self.past.borrow());
+        let told = vcpu.since_told.get(&(vcpu.root, gpa >> 12)).copied();
+        let since = told.unwrap_or(0).max(vcpu.since);
         let mut choice: Vec<usize> = Vec::new();
         loop {
             let (mut step, mut options) = (0, Vec::new());
             let found = vcpu.kind.walk(vcpu.root, gpa, access, |gpa| {
-                let before = past[n].get(&gpa).map_or(&[][..], Vec::as_slice);
+                let all = past.get(&gpa).into_iter().flatten();
+                let before: Vec<u64> =
+                    all.filter(|(_, till)| *till > since).map(|(value, _)| *value).collect();
                 options.push(before.len() + 1);
                 let taken = choice.get(step).copied().unwrap_or(0);
                 step += 1;
@@ -422,7 +519,7 @@ impl Machine {
         }
     }
 
-    /// Nothing that the tree has withdrawn can be reached by anybody, and nothing written that it does not let
+    /// Nothing that the tree has withdrawn can be reached by anybody, is kept by any CPU, and nothing written that it does not let
     /// be written, or of which a log would not hear.
     pub fn check_host(&self, gpas: &[u64]) {
         let mut known = HashMap::new();
@@ -432,16 +529,22 @@ impl Machine {
                 known.insert(leaf.pfn.0, leaf.writable && (leaf.dirty || !logs));
             }
         }
+        let check = |gpa: u64, page: Reached| {
+            let writable = known.get(&page.pfn).copied();
+            let writable =
+                writable.unwrap_or_else(|| panic!("{gpa:#x} reaches {page:x?}, withdrawn"));
+            assert!(writable || !page.write, "{gpa:#x} may write {page:x?}");
+        };
         for vcpu in &self.vcpus {
             let Some(root) = vcpu.borrow().roots.current() else { continue };
             for &gpa in gpas {
                 if let Some(page) = self.hardware.look(&root, gpa, None) {
-                    let writable = known.get(&page.pfn).copied();
-                    let writable =
-                        writable.unwrap_or_else(|| panic!("{gpa:#x} reaches {page:x?}, withdrawn"));
-                    assert!(writable || !page.write, "{gpa:#x} may write {page:x?}");
+                    check(gpa, page);
                 }
             }
+        }
+        for ((_, page), (reached, _)) in self.tlbs.borrow().iter().flatten() {
+            check(page << 12, *reached);
         }
     }
 

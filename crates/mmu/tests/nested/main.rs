@@ -2,7 +2,6 @@
 //! a walker of them written apart from the code, and one that reads the shadow tables as the hardware does.
 
 mod agree;
-mod awaited;
 mod cases;
 mod entries;
 mod hardware;
@@ -12,4 +11,5 @@ mod reference;
 mod run;
 #[path = "../section/mod.rs"]
 mod section;
+mod told;
 mod twins;

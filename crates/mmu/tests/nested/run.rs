@@ -3,8 +3,8 @@
 
 use std::cell::RefCell;
 
-use gannet_mmu::Marks;
-use gannet_mmu::nested::walk::translate;
+use gannet_mmu::nested::walk::{StageError, translate};
+use gannet_mmu::{L1Fault, Marks};
 
 use super::entries::{full, levels, page, told};
 use super::machine::{LARGE, LARGE_END, Machine, Refused, SMALL};
@@ -170,6 +170,9 @@ impl Run {
 
     fn access(&self, vcpu: usize, gpa: u64, access: &Access) -> bool {
         let machine = &self.machine;
+        if machine.vcpus[vcpu].borrow().left {
+            machine.enter(vcpu);
+        }
         let outcome = machine.access(vcpu, gpa, access);
         // The hardware may remember what the tables said; a fault may not.
         match outcome {
@@ -196,11 +199,21 @@ impl Run {
         false
     }
 
-    /// L1 hears of an absent entry, makes it, and enters L2. What that has made is held against the tables as after a flush:
-    /// nothing was there before that could be stale. Sometimes it changes an upper entry, too, without a flush: of the way to
-    /// that address a CPU keeps nothing.
-    fn serve(&self, vcpu: usize, gpa: u64, access: &Access, target: u16, flags: u16) {
+    /// L1 hears of an absent entry, makes it, and enters L2. What is there then is held against the tables as after a flush:
+    /// nothing is left that could be stale. Sometimes it changes an upper entry, too, without a flush: of the way to
+    /// that address a CPU keeps nothing. The other vCPU may use the address at each step, and keep what it finds.
+    fn serve(&self, vcpu: usize, gpa: u64, access: &Access, [target, flags, steps]: [u16; 3]) {
         let machine = &self.machine;
+        let other = vcpu ^ 1;
+        if steps & 1 != 0 {
+            machine.vcpus[other].borrow_mut().root = machine.vcpus[vcpu].borrow().root;
+            machine.enter(other);
+        }
+        let other_reads = |step| {
+            if steps & step != 0 {
+                self.access(other, gpa, &Access::READ);
+            }
+        };
         // In a table of the lowest level that is there: what L1 would write first.
         let way = {
             let vcpu = machine.vcpus[vcpu].borrow();
@@ -218,7 +231,16 @@ impl Run {
             self.poke(last >> 12, last >> 3 & 511, 0);
             machine.flush(vcpu);
         }
+        if machine.vcpus[vcpu].borrow().left {
+            machine.enter(vcpu);
+        }
+        other_reads(2);
         let told = machine.access(vcpu, gpa, access);
+        other_reads(4);
+        if steps & 8 != 0 {
+            self.poke(last >> 12, last >> 3 & 511, entry(&self.kind, flags >> 3, flags));
+            other_reads(8);
+        }
         self.poke(last >> 12, last >> 3 & 511, entry(&self.kind, target, flags));
         if target & 3 == 0 {
             let one_bit = machine.read(upper).map(|entry| entry ^ 1 << (target >> 2 & 15));
@@ -233,9 +255,12 @@ impl Run {
         let before: Vec<u64> = tables().map(|(gfn, n)| machine.peek(gfn, n)).collect();
         machine.enter(vcpu);
         assert!(tables().map(|(gfn, n)| machine.peek(gfn, n)).eq(before), "L1's tables changed");
-        if matches!(told, Err(Refused::L1(_))) {
-            machine.check(vcpu, gpa);
+        match told {
+            Err(Refused::L1(L1Fault::ApicAccess(_))) => {}
+            Err(Refused::L1(_)) => machine.check(vcpu, gpa),
+            _ => {}
         }
+        self.access(vcpu, gpa, &Access::READ);
     }
 
     fn step(&self, op: &Op) {
@@ -267,15 +292,23 @@ impl Run {
                     vcpu.kind.tables(vcpu.root)
                 };
                 // It sets bits in L1's tables, as L1 itself might.
-                let found = translate(machine, &tables, &told(&self.kind, gpa, &access));
+                let told = told(&self.kind, gpa, &access);
+                let found = translate(machine, &tables, &told);
                 assert_eq!(found.is_ok(), expected.is_ok(), "{found:x?} {expected:x?}");
                 if let (Ok(found), Ok(expected)) = (found, expected) {
                     assert_eq!(found.gpa.0, expected.gpa);
                 }
+                // L1 is told, as of a fault of the hardware's, and the CPU forgets what it was not asked for.
+                if let Err(StageError::L1 { gpa, fault }) = found {
+                    machine.vcpus[vcpu].borrow().roots.tell(&tables, &told);
+                    machine.forget(vcpu);
+                    machine.leave(vcpu, gpa.0, fault);
+                }
             }
             Op::Serve(vcpu, gpa, n, target, flags) => {
                 let (vcpu, gpa) = (usize::from(vcpu & 1), self.gpa(gpa, n));
-                self.serve(vcpu, gpa, &Access::ALL[usize::from(n & 3)], target, flags);
+                let steps = u16::from(n >> 2 & 15);
+                self.serve(vcpu, gpa, &Access::ALL[usize::from(n & 3)], [target, flags, steps]);
             }
             Op::Enter(vcpu, root) => {
                 let n = usize::from(vcpu & 1);
@@ -294,6 +327,7 @@ impl Run {
                     vcpu.roots.flush_of(root << 12 | self.kind.offset() | 0x1e);
                     vcpu.root == root
                 };
+                machine.forget(n);
                 machine.enter(n);
                 // Of one root alone: what others remember stays.
                 if current {

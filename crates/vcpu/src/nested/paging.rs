@@ -21,8 +21,7 @@ use mmu::nested::{
 };
 use mmu::{
     AddressSpace, CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault,
-    NestedRoots, NestedSwitch, PagingContext, Section, ShadowMmu, Tables, shadow::NestedFrame,
-    walk,
+    NestedRoots, NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
 };
 use stats::VcpuCount;
 use vm::memory::{MemoryError, NestedOutcome, VmMemory, shadow::Caller};
@@ -88,16 +87,6 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
         L1Flush::None => {}
         L1Flush::All => roots.flush(),
         L1Flush::Of(pointer) => roots.flush_of(pointer),
-    }
-}
-
-/// L1 was told that an entry is absent, and enters L2 again: probably it is there now.
-#[inline(never)]
-fn make_awaited(memory: &VmMemory, pages: &ShadowMmu, roots: &NestedRoots, s: Section<'_>) {
-    // Nobody waits for what a fault would do as well.
-    match pages.try_lock() {
-        Some(guard) => guard.nested_awaited(&memory.view(s), roots),
-        None => roots.forget_awaited(),
     }
 }
 
@@ -223,19 +212,16 @@ impl<B: Backend> Vcpu<B> {
         if let Some(root) = pages.nested_current(&stage.roots, &tables) {
             nested.set_nested_root(root.hpa, tables.tracks_ept());
             roots.nested_found();
-            // One flag where L1 was told of no fault.
-            if stage.roots.awaits() {
-                make_awaited(memory, pages, &stage.roots, s);
-            }
             return Next::Again;
         }
         // Another vCPU may hold it for long: outside it is waited for.
         let Some(mut guard) = pages.try_lock() else { return Next::Done };
         match guard.nested_switch(&memory.view(s), &mut stage.roots, &tables) {
-            NestedSwitch::Ready(root) => {
-                // L2 runs with other tables first: what is there when it comes back, faults tell.
-                stage.roots.forget_awaited();
+            NestedSwitch::Ready { root, replaced } => {
                 nested.set_nested_root(root.hpa, tables.tracks_ept());
+                if replaced {
+                    nested.flush_nested();
+                }
                 roots.nested_found();
                 Next::Again
             }
@@ -284,7 +270,7 @@ impl<B: Backend> Vcpu<B> {
         memory.prepare_nested(&***vm)?;
         flush(&mut stage.roots, nested.take_l1_flush());
         let by = || Caller { vcpu: shared, flush: &***vm };
-        let root = match memory.nested_switch(by(), &mut stage.roots, &tables) {
+        let (root, replaced) = match memory.nested_switch(by(), &mut stage.roots, &tables) {
             Ok(root) => root,
             Err(_) => {
                 // They may be of the memory of the other mode.
@@ -294,9 +280,10 @@ impl<B: Backend> Vcpu<B> {
                 memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
             }
         };
-        // L2 may be entered now: its next fault is another.
-        stage.roots.forget_awaited();
         nested.set_nested_root(root.hpa, tables.tracks_ept());
+        if replaced {
+            nested.flush_nested();
+        }
         roots.nested_found();
         Ok(())
     }

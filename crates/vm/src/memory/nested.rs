@@ -74,19 +74,19 @@ impl VmMemory {
     }
 
     /// [`mmu::ShadowGuard::nested_switch`], to the end. An error also where there are no pages, or where L1's
-    /// tables cannot be served.
+    /// tables cannot be served. With the root: whether this vCPU's translations of L2 are to be flushed.
     pub fn nested_switch<F: FlushRemote + ?Sized>(
         &self,
         by: Caller<'_, F>,
         roots: &mut NestedRoots,
         tables: &Tables,
-    ) -> Result<NestedRoot, MemoryError> {
+    ) -> Result<(NestedRoot, bool), MemoryError> {
         let nested = self.nested().ok_or(MemoryError::NoMemory)?;
         loop {
             let outcome = self
                 .on_shadow(by.vcpu, nested, |view, guard| guard.nested_switch(view, roots, tables));
             match outcome {
-                NestedSwitch::Ready(root) => return Ok(root),
+                NestedSwitch::Ready { root, replaced } => return Ok((root, replaced)),
                 // Outside of the section: this allocates, and may throw pages away and flush.
                 NestedSwitch::NeedPages(count) => nested.reserve(count, by.flush)?,
                 NestedSwitch::Refused => return Err(MemoryError::Fault),
@@ -127,6 +127,10 @@ impl VmMemory {
                 NestedFault::NeedFrame(wanted) => {
                     if let Some(outcome) = self.find_nested(nested, cache, roots, &wanted, by.flush)
                     {
+                        // It looked as if a table led on: nothing was told yet.
+                        if let NestedOutcome::L1(_) = outcome {
+                            roots.tell_of_fault(access);
+                        }
                         return outcome;
                     }
                 }

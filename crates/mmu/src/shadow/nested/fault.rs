@@ -17,6 +17,7 @@ use super::super::fault::{Step, Walk};
 use super::super::frames::Chunk;
 use super::super::tables::{entry_gpa, frame_of};
 use super::roots::NestedRoots;
+use super::told::End;
 use super::{NestedFault, NestedFrame};
 use crate::grant::Grant;
 use crate::nested::rules::Reading;
@@ -98,7 +99,7 @@ impl State {
             Reading::Absent => {
                 // As behind any refusal: what stands there is of an entry that is gone.
                 self.drop_entry(id, index);
-                roots.await_entry(top, access);
+                roots.tell_of_fault(access);
                 return Some(self.refuse(access, role, Refusal::Absent));
             }
             Reading::Broken | Reading::Table(_) => return None,
@@ -130,7 +131,7 @@ impl State {
         let role = page.role.get();
         // Indices are taken modulo 512: an address beyond the tables would find the entry of a
         // lower one.
-        if gpa >> (12 + 9 * u32::from(role.level())) != 0 || role.is_of_pdptes() {
+        if gpa >> role.reach() != 0 || role.is_of_pdptes() {
             return None;
         }
         // The same at all levels: whether L1 has such flags is said for all of its tables.
@@ -173,46 +174,13 @@ impl State {
             Ok(()) => self.nested_fix(view, roots, &mut walk, access),
             Err(fault) => fault,
         };
+        use L1Fault::{Misconfiguration, Npf, Violation};
         // Not where a table has to be brought first: the fault is taken again, and tells then what it has replaced.
-        if matches!(fault, NestedFault::L1(L1Fault::Npf { .. } | L1Fault::Violation { .. })) {
-            self.drop_way(view, top, access.gpa);
+        if matches!(fault, NestedFault::L1(Npf { .. } | Violation { .. } | Misconfiguration)) {
+            self.drop_way(view, top, access.gpa, End::Goes);
+            roots.tell_of_fault(access);
         }
         fault
-    }
-
-    /// Drops what the pages keep of an address's translation, of whose violation L1 is told: such a violation ends what a CPU keeps
-    /// of it (SDM vol. 3C §29.4.3.1), and L1 may make another entry there without a flush. The first link that is not what
-    /// L1's entry says now goes, or what stands at the end of the way. An Intel CPU has flushed its own; what others keep is theirs, and
-    /// the frame is known to the tree: a withdrawal flushes, whatever stands here.
-    fn drop_way(&self, view: &View<'_>, top: PageId, gpa: u64) {
-        let (mut id, mut page) = (top, self.arena.page(top));
-        // Beyond the reach of the tables nothing is kept, and the index is that of a lower address.
-        if gpa >> page.role.get().reach() != 0 {
-            return;
-        }
-        while page.role.get().level() > 1 {
-            let role = page.role.get();
-            let index = index_at(gpa, role.level());
-            let kid = page.kid(index);
-            let entry = self
-                .table_of(view, id)
-                .and_then(|table| view.load_u64(&table, role.nested_offset(index)));
-            // A large page, or one in parts, is L1's last entry.
-            let ends = kid == 0 || self.arena.page(kid).role.get().is_direct();
-            // What it leads to counts, and not each bit: to link it anew is to look at all that is below.
-            let leads = |entry| match role.read(entry) {
-                Reading::Table(grant) => {
-                    let (to, below) = (self.arena.page(kid), role.nested_below(index, grant));
-                    to.gfn.get() == role.table_frame(entry) && to.role.get() == below
-                }
-                _ => false,
-            };
-            if ends || !entry.is_some_and(leads) {
-                return self.drop_entry(id, index);
-            }
-            (id, page) = (kid, self.arena.page(kid));
-        }
-        self.drop_entry(id, index_at(gpa, 1));
     }
 
     #[cold]

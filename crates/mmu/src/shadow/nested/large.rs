@@ -24,7 +24,7 @@ impl State {
     ) -> NestedFault {
         let role = self.arena.page(top).role.get();
         let gfn = Gpa(access.gpa).gfn();
-        if access.gpa >> (12 + 9 * u32::from(role.level())) != 0 {
+        if access.gpa >> role.reach() != 0 {
             // Nothing of the hardware's leads there.
             return NestedFault::NeedFrame(NestedFrame {
                 gpa: Gpa(access.gpa),

@@ -6,11 +6,11 @@
 //! the next [`ShadowGuard::nested_switch`] compare the root's pages with L1's tables. Pages are found by
 //! frame and role, both; no role of L1's tables is one of a guest's own.
 
-mod awaited;
 mod fault;
 mod large;
 mod roots;
 mod sync;
+mod told;
 
 use x86::{Gpa, Hpa};
 
@@ -34,7 +34,12 @@ pub struct NestedRoot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NestedSwitch {
     /// The root is current, and no staler than L2's translations may be.
-    Ready(NestedRoot),
+    Ready {
+        /// The root.
+        root: NestedRoot,
+        /// This vCPU's translations of L2 are to be flushed, once the hardware has the root.
+        replaced: bool,
+    },
     /// How many more pages are needed ([`super::ShadowMmu::reserve`]); nothing has changed.
     NeedPages(usize),
     /// L1's tables have more levels than the hardware's; or the roots are of another memory.
@@ -75,8 +80,8 @@ pub enum NestedFault {
 }
 
 impl ShadowMmu {
-    /// The current root, if that is the one for `tables`, of these pages, and L2's translations were not flushed since it was
-    /// looked at: what a switch would give, without the lock. A root that is held stays where it is.
+    /// The current root, if that is the one for `tables`, of these pages, and L2's translations were not flushed, nor L1 told of
+    /// a fault, since it was looked at: what a switch would give, without the lock. A root that is held stays where it is.
     #[inline]
     pub fn nested_current(&self, roots: &NestedRoots, tables: &Tables) -> Option<NestedRoot> {
         roots.settled(self.counters.number(), tables)
@@ -102,12 +107,6 @@ impl ShadowGuard<'_> {
         access: &NestedAccess,
     ) -> NestedFault {
         self.state.nested_fault(view, roots, access)
-    }
-
-    /// Makes the entry that a fault lacked of which L1 was told, if L1 has made its own: at an entry to L2, behind the
-    /// switch. What is not at hand is left to a fault.
-    pub fn nested_awaited(&self, view: &View<'_>, roots: &NestedRoots) {
-        self.state.nested_awaited(view, roots);
     }
 
     /// Lets go of all roots: before `roots` is dropped, and when what CPUID or the VMX capabilities say

@@ -25,6 +25,19 @@ struct Held {
     above: [PageId; 2],
     /// [`NestedRoots::flushes`] when its pages were in order last.
     fresh: Cell<u64>,
+    /// An access that L1 was told of since L2 was entered by this root last.
+    told: Cell<Option<NestedAccess>>,
+}
+
+impl Held {
+    /// L1 is told of an access, whose address is looked at before L2 is entered by this root.
+    fn tell(&self, access: &NestedAccess) {
+        let had = self.told.replace(Some(*access));
+        // One is noted: for two addresses all is looked at.
+        if had.is_some_and(|had| had.gpa >> 12 != access.gpa >> 12) {
+            self.fresh.set(0);
+        }
+    }
 }
 
 /// The roots of L2's that a vCPU holds, of one memory. Released with
@@ -37,16 +50,6 @@ pub struct NestedRoots {
     /// Counts flushes, from 1 on.
     flushes: u64,
     pub(super) roms: Roms,
-    /// What L1 was told to be absent last.
-    awaited: Cell<Option<Awaited>>,
-}
-
-/// An access that L1's tables refused for an entry that was not there: L1 is about to make it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Awaited {
-    /// The page of the root that it was under.
-    pub(super) page: PageId,
-    pub(super) access: NestedAccess,
 }
 
 impl Default for NestedRoots {
@@ -58,8 +61,7 @@ impl Default for NestedRoots {
 impl NestedRoots {
     /// A vCPU's roots for L2 before the first switch: it holds nothing.
     pub const fn new() -> Self {
-        let awaited = Cell::new(None);
-        Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE, awaited }
+        Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE }
     }
 
     /// The current root.
@@ -80,14 +82,11 @@ impl NestedRoots {
     pub fn flush(&mut self) {
         // Never 0, which stands for a root that is not fresh.
         self.flushes = self.flushes.wrapping_add(1).max(1);
-        self.forget_awaited();
     }
 
     /// The translations through one EPT pointer are flushed: INVEPT of a single context.
     pub fn flush_of(&mut self, pointer: u64) {
-        // Whichever pointer it is: an L1 that flushes is not one that has made a new entry.
-        self.forget_awaited();
-        for held in self.cache.current().into_iter().chain(self.cache.previous()) {
+        for held in self.all() {
             if held.tables.has_root(pointer) {
                 held.fresh.set(0);
             }
@@ -100,27 +99,25 @@ impl NestedRoots {
         self.roms.note(gfn, generation);
     }
 
-    /// Whether L1 was told of an absent entry, and L2 was not entered since.
-    #[inline]
-    pub fn awaits(&self) -> bool {
-        self.awaited.get().is_some()
+    fn all(&self) -> impl Iterator<Item = &Held> {
+        self.cache.current().into_iter().chain(self.cache.previous())
     }
 
-    /// L1 is told that the entry for `access`, below the root's page, is absent.
-    #[inline]
-    pub(super) fn await_entry(&self, page: PageId, access: &NestedAccess) {
-        self.awaited.set(Some(Awaited { page, access: *access }));
+    /// L1 is told that its `tables` refuse an access of L2's in software. The hardware's TLB is the caller's.
+    ///
+    /// The next switch to a root of these tables looks at the address.
+    pub fn tell(&self, tables: &Tables, access: &NestedAccess) {
+        // Under each role: the CPU that L1 sees knows none.
+        for held in self.all().filter(|held| held.tables.have_root_of(tables)) {
+            held.tell(access);
+        }
     }
 
-    /// What was awaited, once.
-    pub(super) fn take_awaited(&self) -> Option<Awaited> {
-        self.awaited.take()
-    }
-
-    /// Nothing is awaited any more.
-    #[inline]
-    pub fn forget_awaited(&self) {
-        self.awaited.set(None);
+    /// L1 is told of a fault on the current root, other than by [`NestedFault::L1`](super::NestedFault): for want of a table.
+    pub fn tell_of_fault(&self, access: &NestedAccess) {
+        if let Some(held) = self.cache.current() {
+            self.tell(&held.tables, access);
+        }
     }
 
     /// The current root, if it is that of `tables`, held in the pages of that number, and as fresh as it has to be.
@@ -128,7 +125,8 @@ impl NestedRoots {
     pub(in super::super) fn settled(&self, owner: u64, tables: &Tables) -> Option<NestedRoot> {
         let held = self.cache.current()?;
         let same = held.tables.are(tables) && self.owner == owner;
-        (same && held.fresh.get() == self.flushes).then_some(held.root)
+        let fresh = held.fresh.get() == self.flushes && held.told.get().is_none();
+        (same && fresh).then_some(held.root)
     }
 
     /// The page that the walk begins with, if the roots are of the pages of that number.
@@ -165,16 +163,21 @@ impl State {
         } else if let Err(needed) = self.make_nested_root(roots, tables, above) {
             return NestedSwitch::NeedPages(needed);
         }
-        self.freshen_nested(view, roots);
-        roots.current().map_or(NestedSwitch::Refused, NestedSwitch::Ready)
+        let Some(held) = roots.cache.current() else { return NestedSwitch::Refused };
+        let replaced = self.freshen_nested(view, held, roots.flushes);
+        NestedSwitch::Ready { root: held.root, replaced }
     }
 
-    /// Brings the current root's pages in order, if L2's translations were flushed since they were.
-    fn freshen_nested(&self, view: &View<'_>, roots: &NestedRoots) {
-        let Some(held) = roots.cache.current() else { return };
-        if held.fresh.replace(roots.flushes) != roots.flushes {
+    /// Brings a root's pages in order, if L2's translations were flushed since they were; else what L1 was told of. Whether
+    /// something went that the CPU may have.
+    fn freshen_nested(&self, view: &View<'_>, held: &Held, flushes: u64) -> bool {
+        let told = held.told.take();
+        if held.fresh.replace(flushes) != flushes {
+            // Whoever flushes has the CPU forget, too; and what was told ended what it kept.
             self.sync(view, held.page);
+            return false;
         }
+        told.is_some_and(|access| self.nested_told(view, held.page, &access))
     }
 
     #[inline(never)]
@@ -211,7 +214,8 @@ impl State {
         let top = self.arena.page(top);
         let root = NestedRoot { hpa: Hpa(top.hpa().0 | self.format.encryption()), role };
         // Never fresh: it may be another vCPU's page.
-        let held = Held { root, tables: *tables, page, above: pages, fresh: Cell::new(0) };
+        let (fresh, told) = (Cell::new(0), Cell::new(None));
+        let held = Held { root, tables: *tables, page, above: pages, fresh, told };
         count(&self.counters.roots_made);
         roots.owner = self.counters.number();
         let key = RootKey { base: tables.base, role };
@@ -244,7 +248,6 @@ impl State {
         while let Some(old) = roots.cache.take() {
             self.let_go_nested(&old);
         }
-        roots.forget_awaited();
         roots.owner = 0;
         true
     }
