@@ -2,6 +2,8 @@
 
 mod rig;
 
+use std::sync::atomic::Ordering;
+
 use gannet_vcpu::{By, UserExit};
 use rig::nested::{BLOCK, Hypervisor, L2_RIP};
 use rig::{exit, shutdown};
@@ -444,6 +446,44 @@ fn a_refusal_behind_a_store_to_a_device_ends_the_instruction() {
     let told = |at| machine.get(rig::nested::BLOCK + at);
     assert_eq!((told(0x70), told(0x78), told(0x80)), (0x400, NPF_FINAL | 4, MISSING + 0xf8));
     assert_eq!(told(0x578), L2_RIP);
+}
+
+/// L1's tables refuse what software accesses for L2. As behind a fault of the hardware's, L1 may lead the page elsewhere without a flush,
+/// whether L2 has used it before or not.
+#[test]
+fn what_software_was_refused_is_looked_at_again() {
+    const OTHER: u64 = 0x3_0000;
+    for used in [false, true] {
+        let mut machine = with_device(0x0200_00c8); // enter 0, 2
+        let entry = LEAVES + (MISSING >> 12) * 8;
+        machine.then(npf(OTHER, 2));
+        if used {
+            machine.put(entry, 0x3_1000 | 0x67);
+            machine.then(npf(MISSING, 0));
+        }
+        machine.then(|vmcb, gprs| {
+            npf(ABSENT + 0x7f8, 2)(vmcb, gprs);
+            (vmcb.save.rsp, gprs.0[RBP]) = (ABSENT + 0x800, MISSING + 0x100);
+        });
+        assert!(matches!(machine.run(), UserExit::Mmio { .. }));
+        machine.put(entry, 0);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.get(rig::nested::BLOCK + 0x80), MISSING + 0xf8);
+        machine.put(entry, OTHER | 0x67);
+        let made = |machine: &Hypervisor| {
+            let memory = machine.vm.memory();
+            memory.nested().unwrap().counters().ahead.load(Ordering::Relaxed)
+        };
+        let before = made(&machine);
+        machine.vmrun();
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.control.tlb_ctl, 3);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(made(&machine) - before, 1, "used: {used}");
+    }
 }
 
 /// The half of a store that a device has is done: that L1's tables lead nowhere by then is nothing to tell L1 of.

@@ -638,8 +638,17 @@ impl<B: Backend> Vcpu<B> {
 
     /// Before an entry: ends L2's run for what was noted. Whether something was.
     pub(super) fn refuse_noted(&mut self) -> bool {
-        let noted = self.mmu.stage.as_mut().and_then(|stage| take(&mut stage.refused));
-        let Some((at, why)) = noted else { return false };
+        let Self { b, mmu, .. } = self;
+        let Some(stage) = &mut mmu.stage else { return false };
+        let Some((at, why)) = take(&mut stage.refused) else { return false };
+        // The hardware's own refusal ends what the CPU keeps of the address (SDM vol. 3C §29.4.3.1). These are no refusals.
+        let allows = matches!(why, TablesRefuse::ApicAccess { .. } | TablesRefuse::LogFull);
+        if let Some(tables) = stage.tables.filter(|_| !allows) {
+            stage.roots.tell(&tables, &tables.access(at, walk::AccessKind::Read, Part::Page));
+            if let Some(nested) = b.nested_mut() {
+                nested.flush_nested();
+            }
+        }
         // What was prepared is not delivered any more: L1 is told of it.
         let undelivered = self.b.cancel_injection().or(self.events.again);
         self.refuse_outside(at, why, undelivered);
