@@ -111,6 +111,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         // Predictors know no VMCS: between two vCPUs of one VM they are flushed, too, as in stock KVM.
         if here.last_vcpu.load(Relaxed) != self.cold.id {
             here.last_vcpu.store(self.cold.id, Relaxed);
+            self.forget_told();
             if hostcpu::ibpb_on_switch() {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
@@ -336,6 +337,17 @@ impl<C: Cpu> Vmx<C> {
         } else {
             // Where single contexts cannot be named, all go.
             self.cpu.invept(invept::ALL, 0);
+        }
+    }
+
+    /// Another vCPU ran here. The CPU knows guest-physical translations by the root alone, which two vCPUs may have in common:
+    /// if L1 was told of an access and has not entered L2 since, the other one may have filled in what this one is to forget.
+    #[cold]
+    #[inline(never)]
+    fn forget_told(&mut self) {
+        let l2_runs = self.cold.of_l1.runs;
+        if self.nested.as_mut().is_some_and(|n| n.owes_told(l2_runs)) {
+            self.flush_all_roots();
         }
     }
 

@@ -4,10 +4,13 @@ use backend::{
     Claim, ControlRegisters as _, Executed, MonitorTrap as _, Nested as _, Permissions as _,
     WorldSwitch as _,
 };
+use core::sync::atomic::Ordering;
+
 use x86::vmcs::{ExitReason, ProcControls2, field};
 
 use super::round_trip_tests::{Rig, good};
 use super::*;
+use crate::percpu;
 
 /// The hardware refuses what the checks here let pass: L1 mends it, and its VMLAUNCH is still the right instruction.
 #[test]
@@ -642,4 +645,52 @@ fn the_upper_half_of_a_register_is_no_part_of_a_fields_name_in_32_bit_code() {
     r.enter(ExitReason::Vmread, |v| v.set(field::INSTRUCTION_INFO, 1 << 10 | 1 << 3 | 2 << 28));
     assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
     assert_eq!(r.g.0[1], 0x1230);
+}
+
+/// L1 is told of a violation and has not entered L2 again: what another vCPU left on this CPU, under the root that both have, is
+/// forgotten. Once, and not where L2 runs or nobody else was here.
+#[test]
+fn what_another_vcpu_has_filled_in_here_is_forgotten() {
+    use backend::{NestedPaging as _, TablesRefuse};
+    let mut v12 = good();
+    let ept = ProcControls2::EPT.bits() | v12.get(field::PROC_CONTROLS2);
+    v12.set(field::PROC_CONTROLS2, ept);
+    v12.set(field::EPT_POINTER, 0x6000 | 0x1e);
+    let mut r = Rig::new(&v12, 0xd01);
+    // The thread leaves the CPU, another one runs there or none does, and it comes back. The INVEPTs of its next entry.
+    let away = |r: &mut Rig, others: bool| {
+        r.leave_loop();
+        let here = percpu::of(0).unwrap();
+        if others {
+            here.last_vcpu.store(u64::MAX, Ordering::Relaxed);
+        }
+        r.come_to(0);
+        let before = r.invepts();
+        r.enter(ExitReason::ExternalInterrupt, |_| {});
+        r.invepts() - before
+    };
+    let refused = |r: &mut Rig| {
+        r.enter(ExitReason::EptViolation, |_| {});
+        let why = TablesRefuse::Violation { qualification: 0x181, linear: None };
+        let done = r.v.refuse(&mut r.g, x86::Gpa(0x5000), why, None, &r.m);
+        assert_eq!(done, Executed::Left);
+    };
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.v.set_nested_root(x86::Hpa(0x7000), false);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert_eq!(away(&mut r, true), 0, "nothing was told");
+    refused(&mut r);
+    assert_eq!(away(&mut r, false), 0, "nobody was here");
+    // L1's root is another one, and both are named.
+    assert_eq!(away(&mut r, true), 2);
+    assert_eq!(away(&mut r, true), 0, "once");
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    refused(&mut r);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(away(&mut r, true), 0, "L2 was entered behind it");
+    refused(&mut r);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.v.set_nested_root(x86::Hpa(0x9000), false);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert_eq!(away(&mut r, true), 2, "by another root");
 }

@@ -66,6 +66,9 @@ pub(crate) struct Sources {
     pub(crate) tsc_ratio: u64,
 }
 
+/// No EPT pointer: see [`Nested::told`].
+const SEVERAL: u64 = u64::MAX;
+
 /// A vCPU whose guest may be a hypervisor.
 #[derive(Debug)]
 pub(crate) struct Nested {
@@ -95,6 +98,9 @@ pub(crate) struct Nested {
     pub(crate) msrs_kept: Option<Passed>,
     /// The VP assist page that an entry did not find inside the loop.
     pub(crate) missed: Option<Gpa>,
+    /// The root by which an access of L2's was refused, of which L1 was told, since another vCPU ran here last; 0: none.
+    /// [`SEVERAL`]: more than one.
+    pub(crate) told: u64,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
     /// The TSC at L2's last exit, for a list of L1's to store.
@@ -145,12 +151,26 @@ impl Nested {
             seconds: Seconds::NONE,
             msrs_kept: None,
             missed: None,
+            told: 0,
             flushed: L1Flush::None,
             exit_tsc,
             lists: Lists::default(),
             timer: None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }
+    }
+
+    /// L1 is told of an access that its tables refuse.
+    pub(super) fn note_told(&mut self) {
+        let root = self.made.root;
+        self.told = if self.told == 0 || self.told == root { root } else { SEVERAL };
+    }
+
+    /// Another vCPU ran here: whether it may have left what an entry of L2 must not find. Asked once.
+    pub(crate) fn owes_told(&mut self, l2_runs: bool) -> bool {
+        let told = core::mem::take(&mut self.told);
+        // L2 was entered behind what L1 was told, and what anybody filled in since is young enough.
+        told != 0 && !(l2_runs && told == self.made.root)
     }
 
     /// Those of a level that does not run.

@@ -257,6 +257,8 @@ impl<C: Cpu> Vmx<C> {
                 (ExitReason::EptMisconfiguration, 0)
             }
         };
+        // Each vCPU that runs here until L2 is entered again may leave translations under the same root.
+        n.note_told();
         let mut linear = None;
         if qualification & ept_violation::LINEAR_VALID != 0 {
             if let Some(at) = in_software {
