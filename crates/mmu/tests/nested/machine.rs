@@ -309,7 +309,6 @@ impl Machine {
     pub fn enter(&self, n: usize) -> NestedRoot {
         let vcpu = &mut *self.vcpus[n].borrow_mut();
         let tables = vcpu.kind.tables(vcpu.root);
-        let before = vcpu.roots.current();
         let settled = self.shadow.nested_current(&vcpu.roots, &tables);
         loop {
             let outcome = self
@@ -319,8 +318,7 @@ impl Machine {
                     assert!(settled.is_none_or(|settled| settled == root && !replaced));
                     let settled = self.shadow.nested_current(&vcpu.roots, &tables);
                     assert_eq!(settled, Some(root), "what L1 was told of is looked for once");
-                    // What the hardware walks is set, and another root flushes.
-                    if replaced || before.is_none_or(|before| before.hpa != root.hpa) {
+                    if replaced {
                         self.forget(n);
                     }
                     // By this root L2 goes by what L1's tables say from now on.

@@ -371,8 +371,35 @@ fn another_root_of_the_same_tables_is_looked_at_too() {
     assert!(matches!(machine.access(0, GPA, &Access::WRITE), Err(Refused::L1(_))));
     machine.poke(4, 20, 30 << 12 | page(&ept()));
     by(other);
+    // Nor does the CPU keep it, whose fault was under another root.
+    let page = machine.access(0, GPA, &Access::READ).unwrap();
+    assert_eq!(page.pfn, machine.pages[30].hpa().0 >> 12);
+    assert_eq!(look(&machine).unwrap().pfn, page.pfn);
+}
+
+/// As that, and the vCPU comes to have so many roots that this one is given up and made anew.
+#[test]
+fn another_root_that_is_given_up_owes_its_flush() {
+    let Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, .. } = ept() else { return };
+    let leaving_out = |frame| {
+        let apic = Apic { frame: Some(frame), ..Apic::default() };
+        Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, apic }
+    };
+    let machine = told_of_a_write(ept());
+    let by = |kind| {
+        machine.vcpus[0].borrow_mut().kind = kind;
+        machine.enter(0);
+    };
+    by(leaving_out(33));
     machine.access(0, GPA, &Access::READ).unwrap();
-    assert_eq!(look(&machine).unwrap().pfn, machine.pages[30].hpa().0 >> 12);
+    by(ept());
+    assert!(matches!(machine.access(0, GPA, &Access::WRITE), Err(Refused::L1(_))));
+    machine.poke(4, 20, 30 << 12 | page(&ept()));
+    // Made behind what L1 was told: they know nothing of it.
+    (34..38).for_each(|frame| by(leaving_out(frame)));
+    by(leaving_out(33));
+    let page = machine.access(0, GPA, &Access::READ).unwrap();
+    assert_eq!(page.pfn, machine.pages[30].hpa().0 >> 12);
 }
 
 /// L2 has read through a read-only entry, and L1 is told of its write. L1 changes what it likes, and flushes nothing: a violation has

@@ -277,7 +277,9 @@ impl<B: Backend> Vcpu<B> {
                 if !vm.memory_in(space.other()).nested_release(&mut stage.roots) {
                     return Err(NoMemory);
                 }
-                memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
+                let root = memory.nested_switch(by(), &mut stage.roots, &tables);
+                // What those that are given up owed goes with them.
+                (root.map_err(|_| NoMemory)?.0, true)
             }
         };
         nested.set_nested_root(root.hpa, tables.tracks_ept());

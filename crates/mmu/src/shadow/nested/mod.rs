@@ -37,7 +37,7 @@ pub enum NestedSwitch {
     Ready {
         /// The root.
         root: NestedRoot,
-        /// This vCPU's translations of L2 are to be flushed, once the hardware has the root.
+        /// This vCPU's translations of L2 are to be flushed, under whatever root, once the hardware has this one.
         replaced: bool,
     },
     /// How many more pages are needed ([`super::ShadowMmu::reserve`]); nothing has changed.

@@ -25,18 +25,33 @@ struct Held {
     above: [PageId; 2],
     /// [`NestedRoots::flushes`] when its pages were in order last.
     fresh: Cell<u64>,
-    /// An access that L1 was told of since L2 was entered by this root last.
-    told: Cell<Option<NestedAccess>>,
+    /// What L1 was told of since L2 was entered by this root last.
+    told: Cell<Option<Told>>,
+}
+
+/// An access that L1's tables refused, of which L1 was told.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    access: NestedAccess,
+    /// It was under another root of the same tables: the CPU has what it keeps under this one.
+    elsewhere: bool,
 }
 
 impl Held {
     /// L1 is told of an access, whose address is looked at before L2 is entered by this root.
-    fn tell(&self, access: &NestedAccess) {
-        let had = self.told.replace(Some(*access));
+    fn tell(&self, access: &NestedAccess, elsewhere: bool) {
+        let had = self.told.get();
         // One is noted: for two addresses all is looked at.
-        if had.is_some_and(|had| had.gpa >> 12 != access.gpa >> 12) {
+        if had.is_some_and(|had| had.access.gpa >> 12 != access.gpa >> 12) {
             self.fresh.set(0);
         }
+        let elsewhere = elsewhere || self.owes_flush();
+        self.told.set(Some(Told { access: *access, elsewhere }));
+    }
+
+    /// Whether the CPU has to forget what it keeps under this root before it is used.
+    fn owes_flush(&self) -> bool {
+        self.told.get().is_some_and(|told| told.elsewhere)
     }
 }
 
@@ -109,7 +124,7 @@ impl NestedRoots {
     pub fn tell(&self, tables: &Tables, access: &NestedAccess) {
         // Under each role: the CPU that L1 sees knows none.
         for held in self.all().filter(|held| held.tables.have_root_of(tables)) {
-            held.tell(access);
+            held.tell(access, !held.tables.are(tables));
         }
     }
 
@@ -158,35 +173,41 @@ impl State {
             }
             _ => return NestedSwitch::Refused,
         };
+        let mut replaced = false;
         if roots.cache.switch(key).is_some() {
             count(&self.counters.roots_kept);
-        } else if let Err(needed) = self.make_nested_root(roots, tables, above) {
-            return NestedSwitch::NeedPages(needed);
+        } else {
+            match self.make_nested_root(roots, tables, above) {
+                Ok(owed) => replaced = owed,
+                Err(needed) => return NestedSwitch::NeedPages(needed),
+            }
         }
         let Some(held) = roots.cache.current() else { return NestedSwitch::Refused };
-        let replaced = self.freshen_nested(view, held, roots.flushes);
+        replaced |= self.freshen_nested(view, held, roots.flushes);
         NestedSwitch::Ready { root: held.root, replaced }
     }
 
     /// Brings a root's pages in order, if L2's translations were flushed since they were; else what L1 was told of. Whether
     /// something went that the CPU may have.
     fn freshen_nested(&self, view: &View<'_>, held: &Held, flushes: u64) -> bool {
+        let owed = held.owes_flush();
         let told = held.told.take();
         if held.fresh.replace(flushes) != flushes {
             // Whoever flushes has the CPU forget, too; and what was told ended what it kept.
             self.sync(view, held.page);
-            return false;
+            return owed;
         }
-        told.is_some_and(|access| self.nested_told(view, held.page, &access))
+        told.is_some_and(|told| self.nested_told(view, held.page, &told.access)) || owed
     }
 
+    /// Makes a root current. Whether that which had to go for it owed a flush, or how many pages are needed.
     #[inline(never)]
     fn make_nested_root(
         &self,
         roots: &mut NestedRoots,
         tables: &Tables,
         above: usize,
-    ) -> Result<(), usize> {
+    ) -> Result<bool, usize> {
         let (role, gfn) = (tables.role, Gfn(tables.base >> 12));
         let upper = [role.above(), role.above().above()].map(|role| (frame_above(gfn), role));
         let lacks = |(gfn, role): &(Gfn, Role)| self.arena.find(*gfn, *role).is_none();
@@ -219,10 +240,9 @@ impl State {
         count(&self.counters.roots_made);
         roots.owner = self.counters.number();
         let key = RootKey { base: tables.base, role };
-        if let Some(old) = roots.cache.insert(key, held) {
-            self.let_go_nested(&old);
-        }
-        Ok(())
+        let Some(old) = roots.cache.insert(key, held) else { return Ok(false) };
+        self.let_go_nested(&old);
+        Ok(old.owes_flush())
     }
 
     /// A page that a root refers to from now on.
