@@ -81,23 +81,99 @@ static void overwrite(unsigned char *at, const unsigned char *with, size_t size)
 	mprotect(page, 2 * 4096, PROT_READ | PROT_EXEC);
 }
 
+// VMRUN says what is masked by the guest's RFLAGS.IF before it notes that a guest runs, so that a virtual interrupt (V_IRQ) stays masked
+// that a guest with IF set is entered with, and the host's interrupts where the guest has IF clear. It is said again when that is noted;
+// the host's (0xc00) begin as not masked.
+void *bochs_masks;
+
+__attribute__((naked, used)) static void enter(void)
+{
+	asm("movl $1, 0x93b8(%rbx)\n\t"
+	    "movw $0x101, 0x9260(%rbx)\n\t"
+	    "andl $0xfffff3ff, 0x93b4(%rbx)\n\t"
+	    "mov %rbx, %rdi\n\t"
+	    "mov bochs_masks@GOTPCREL(%rip), %rax\n\t"
+	    "jmp *(%rax)");
+}
+
+// An exit in the middle of a virtual interrupt's delivery reports another event as interrupted, as with APICv below: the vector (EBP) is
+// noted as that event.
+__attribute__((naked, used)) static void deliver(void)
+{
+	asm("andl $0xfffffeff, 0x93b0(%rbx)\n\t"
+	    "mov %ebp, 0x9374(%rbx)\n\t"
+	    "movl $0, 0x9378(%rbx)\n\t"
+	    "mov 0xd8(%rbx), %rcx\n\t"
+	    "ret");
+}
+
+// A guest's triple fault is an exit, where shutdowns are intercepted. Bochs asks for VMX's guests alone, and gives up.
+void *bochs_shuts_down, *bochs_tells_vmx, *bochs_stops;
+
+__attribute__((naked, used)) static void triple(void)
+{
+	asm("mov %rbx, %rdi\n\t"
+	    "cmpb $0, 0x9260(%rbx)\n\t"
+	    "je 1f\n\t"
+	    "mov bochs_shuts_down@GOTPCREL(%rip), %rax\n\t"
+	    "jmp *(%rax)\n"
+	    "1:\tsub $8, %rsp\n\t"
+	    "mov bochs_tells_vmx@GOTPCREL(%rip), %rax\n\t"
+	    "call *(%rax)\n\t"
+	    "add $8, %rsp\n\t"
+	    "mov bochs_stops@GOTPCREL(%rip), %rax\n\t"
+	    "jmp *(%rax)");
+}
+
+// A piece of a function of the emulator's, and what is called in its place.
+struct piece {
+	const char *name;
+	unsigned at, size;
+	unsigned char known[20];
+	void (*instead)(void);
+};
+
 __attribute__((constructor)) static void mend_svm(void)
 {
-	// movb $0, 0x93aa(%rbx); movl $0, 0x93d8(%rbx)
-	static const unsigned char known[] = { 0xc6, 0x83, 0xaa, 0x93, 0, 0, 0, 0xc7, 0x83, 0xd8, 0x93, 0, 0, 0, 0, 0, 0 };
-	// mov $leave, %rax; call *%rax; and a NOP of five bytes. The flags are still wanted.
-	unsigned char call[sizeof known] = { 0x48, 0xb8, [10] = 0xff, 0xd0, 0x0f, 0x1f, 0x44, 0, 0 };
-	unsigned char *function = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C10Svm_VmexitEimm");
-	void *to = leave;
+	static const struct piece pieces[] = {
+		// movb $0, 0x93aa(%rbx); movl $0, 0x93d8(%rbx)
+		{ "_ZN8BX_CPU_C10Svm_VmexitEimm", 0x15e, 17,
+		  { 0xc6, 0x83, 0xaa, 0x93, 0, 0, 0, 0xc7, 0x83, 0xd8, 0x93 }, leave },
+		// mov %rbx, %rdi; movl $1, 0x93b8(%rbx); mov %ax, 0x9260(%rbx): a guest runs, and GIF
+		{ "_ZN8BX_CPU_C5VMRUNEP15bxInstruction_c", 0xd7, 20,
+		  { 0x48, 0x89, 0xdf, 0xc7, 0x83, 0xb8, 0x93, 0, 0, 1, 0, 0, 0, 0x66, 0x89, 0x83, 0x60, 0x92 }, enter },
+		// andl $0xfffffeff, 0x93b0(%rbx); mov 0xd8(%rbx), %rcx
+		{ "_ZN8BX_CPU_C27VirtualInterruptAcknowledgeEv", 0x19, 17,
+		  { 0x81, 0xa3, 0xb0, 0x93, 0, 0, 0xff, 0xfe, 0xff, 0xff, 0x48, 0x8b, 0x8b, 0xd8 }, deliver },
+		// mov %rbx, %rdi; call VMexit_TripleFault; call bx_debug_break
+		{ "_ZN8BX_CPU_C9exceptionEjt", 0x227, 13,
+		  { 0x48, 0x89, 0xdf, 0xe8, 0x91, 0x3d, 0xfe, 0xff, 0xe8, 0xbc, 0xb7, 0xf8, 0xff }, triple },
+	};
+	enum { COUNT = sizeof pieces / sizeof pieces[0] };
+	unsigned char *functions[COUNT];
 
-	if (!function)
-		return;
-	if (memcmp(function + 0x15e, known, sizeof known)) {
-		fprintf(stderr, "this Bochs is not the one whose debug traps can be mended\n");
-		return;
+	bochs_masks = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C25handleInterruptMaskChangeEv");
+	bochs_shuts_down = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C8shutdownEv");
+	bochs_tells_vmx = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C18VMexit_TripleFaultEv");
+	bochs_stops = dlsym(RTLD_DEFAULT, "_Z14bx_debug_breakv");
+	for (int i = 0; i < COUNT; i++) {
+		functions[i] = dlsym(RTLD_DEFAULT, pieces[i].name);
+		if (!bochs_masks || !bochs_shuts_down || !bochs_tells_vmx || !bochs_stops || !functions[i])
+			return;
+		if (memcmp(functions[i] + pieces[i].at, pieces[i].known, pieces[i].size)) {
+			fprintf(stderr, "this Bochs is not the one whose SVM can be mended\n");
+			return;
+		}
 	}
-	memcpy(call + 2, &to, sizeof to);
-	overwrite(function + 0x15e, call, sizeof call);
+	for (int i = 0; i < COUNT; i++) {
+		// mov $instead, %rax; call *%rax; NOPs. RBX is the CPU; What the first calls keeps the flags; behind the second RDI is the CPU again.
+		unsigned char call[20] = { 0x48, 0xb8, [10] = 0xff, 0xd0, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90 };
+
+		memcpy(call + 2, &pieces[i].instead, sizeof pieces[i].instead);
+		if (pieces[i].instead == enter)
+			memcpy(call + 12, pieces[i].known, 3);
+		overwrite(functions[i] + pieces[i].at, call, pieces[i].size);
+	}
 }
 
 __attribute__((constructor)) static void mend(void)
