@@ -2,6 +2,28 @@
 
 use x86::{Exception, Gpa, Gva, Vector};
 
+use crate::SegmentName;
+
+/// An access of a table register by 64-bit code at CPL 0, with its operand as the CPU tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TableAccess {
+    /// LGDT of the ten bytes at this linear address.
+    Gdtr(Gva),
+    /// LIDT of them.
+    Idtr(Gva),
+    /// LLDT of this selector.
+    Ldtr(u16),
+    /// LLDT of the selector at this linear address.
+    LdtrFrom(Gva),
+    /// SLDT or STR into a general register. The CPU does not tell how much of that is written.
+    Stored {
+        /// LDTR or TR.
+        of: SegmentName,
+        /// The register's number.
+        register: u8,
+    },
+}
+
 /// Why the guest stopped running. Payloads are those that both backends can give.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Exit {

@@ -1,6 +1,6 @@
 //! What ended the guest's run, and what it tells.
 
-use crate::{Event, Exit};
+use crate::{Event, Exit, Gprs, TableAccess};
 
 /// The exit that ended the last [`enter`](crate::Turn::enter).
 pub trait Exits: Sized {
@@ -26,6 +26,11 @@ pub trait Exits: Sized {
     /// What the hardware says of the exit, for tracing: code, two words of information, the
     /// event whose delivery it interrupted and that event's error code.
     fn exit_record(&self) -> (u64, [u64; 2], u32, u32);
+
+    /// The access that made [`Exit::GdtrIdtr`] or [`Exit::LdtrTr`], with these registers. `None`: it is another
+    /// instruction, the guest is not in 64-bit mode at CPL 0, or the operand's address faults: the instruction is to be
+    /// decoded.
+    fn table_access(&self, gprs: &Gprs) -> Option<TableAccess>;
 
     /// Whether the exit interrupted the delivery of an event.
     fn was_delivering(&self) -> bool;

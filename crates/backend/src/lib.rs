@@ -33,7 +33,8 @@ pub use ability::{Absent, DeadlineWatch, PageLog, PdpteRegisters, ServedApic};
 pub use clock::{Clock, TSC_RATIO_ONE, compose_ratios, scale_offset, scale_tsc};
 pub use control::{ControlRegisters, ControlRegs};
 pub use exit::{
-    CrAccess, DrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, DrAccess, Event, Exit, IoExit, PageFault, TableAccess, TaskSource, TaskSwitchExit,
+    TdpFault,
 };
 pub use exits::Exits;
 pub use inject::{Chosen, Injection, NmiWindow};

@@ -20,6 +20,7 @@ pub mod fetch;
 pub mod format;
 pub mod grant;
 pub mod nested;
+pub mod operand;
 pub mod role;
 pub mod roots;
 pub mod shadow;

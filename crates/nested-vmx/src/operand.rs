@@ -14,7 +14,7 @@ impl Information {
         self.0 >> shift & ((1 << width) - 1)
     }
 
-    /// The first operand's register, for VMREAD and VMWRITE.
+    /// The first operand's register, for VMREAD and VMWRITE, and LLDT, SLDT and STR.
     pub const fn register1(self) -> u8 {
         self.bits(3, 4) as u8
     }
@@ -24,7 +24,13 @@ impl Information {
         self.bits(28, 4) as u8
     }
 
-    /// The first operand is a register, for VMREAD and VMWRITE.
+    /// Which instruction of those that share the exit reason, for instructions of table registers (tables 28-10 and
+    /// 28-11): SGDT, SIDT, LGDT, LIDT, or SLDT, STR, LLDT, LTR.
+    pub const fn identity(self) -> u8 {
+        self.bits(28, 2) as u8
+    }
+
+    /// The first operand is a register, for VMREAD and VMWRITE, and LLDT, SLDT and STR.
     pub const fn is_register(self) -> bool {
         self.bits(10, 1) != 0
     }

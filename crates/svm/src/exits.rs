@@ -5,7 +5,8 @@
 //! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    CrAccess, DrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, DrAccess, Event, Exit, Exits, Gprs, IoExit, PageFault, TableAccess, TaskSource,
+    TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
@@ -187,6 +188,11 @@ impl<C: Cpu> Exits for Svm<C> {
         let c = &self.vmcb().control;
         let (event, error) = (c.exit_int_info as u32, (c.exit_int_info >> 32) as u32);
         (c.exit_code, [c.exit_info_1, c.exit_info_2], event, error)
+    }
+
+    fn table_access(&self, _: &Gprs) -> Option<TableAccess> {
+        // None of them is intercepted.
+        None
     }
 
     #[inline]

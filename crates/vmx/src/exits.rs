@@ -5,7 +5,8 @@
 //! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    CrAccess, DrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, DrAccess, Event, Exit, Exits, Gprs, IoExit, PageFault, TableAccess, TaskSource,
+    TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
@@ -329,6 +330,10 @@ impl<C: Cpu> Exits for Vmx<C> {
         let info = [self.get(fields::EXIT_QUALIFICATION), vectoring];
         let event = self.get(fields::EXIT_INTERRUPTION);
         (reason.into(), info, event, self.get(fields::EXIT_ERROR_CODE))
+    }
+
+    fn table_access(&self, gprs: &Gprs) -> Option<TableAccess> {
+        self.decode_table_access(gprs)
     }
 
     #[inline]

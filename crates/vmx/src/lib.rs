@@ -39,6 +39,7 @@ pub mod segments;
 mod shadow_vmcs;
 mod speculation;
 pub mod state;
+mod table_access;
 mod vmcs;
 
 pub use features::{Controls, Features, Unusable};

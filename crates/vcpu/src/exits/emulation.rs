@@ -22,7 +22,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Backend, Nested, RDX, ShadowBy};
+use backend::{Backend, RDX, ShadowBy};
 use emulate::{Cause, Decoded, Fetched, Stop};
 use host::task;
 use stats::VcpuCount;
@@ -61,14 +61,6 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn emulate_here(&mut self, cause: Cause) -> Outcome {
         let (fetched, decoded) = self.slow_decode()?;
         self.emulate_decoded(cause, fetched, &decoded)
-    }
-
-    /// An instruction that loads or stores a table register.
-    pub(crate) fn table_access(&mut self, cause: Cause) -> Outcome {
-        if self.b.nested_mut().is_some_and(Nested::stops_watching_tables) {
-            return Ok(());
-        }
-        self.emulate_here(cause)
     }
 
     /// Emulates an instruction that is decoded already.

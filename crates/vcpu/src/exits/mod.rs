@@ -11,4 +11,5 @@ pub(crate) mod msr_exits;
 pub(crate) mod slow;
 mod syscall;
 pub(crate) mod table;
+pub(crate) mod tables;
 pub(crate) mod task;

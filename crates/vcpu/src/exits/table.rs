@@ -200,6 +200,8 @@ exits! { (v, s)
         Undefined       = Undefined stays: v.answer_by(Exception::ud()),  Ok(());
         Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
         Rdpmc           = Rdpmc stays:     v.answer_by(Exception::gp(0)), Ok(());
+        GdtrIdtr        = DescriptorTable: v.answer_table_access(s),  v.table_access(Cause::GdtrIdtr);
+        LdtrTr          = DescriptorTable: v.answer_table_access(s),  v.table_access(Cause::LdtrTr);
         Eoi(vector)     = Eoi stays:       v.answer_eoi(vector),          Ok(());
         IllegalSelfIpi  = ApicWrite stays: v.answer_illegal_self_ipi(),   Ok(());
         Iret            = Iret stays:      answer_nmi_window(&mut v.b, &mut v.pending), Ok(());
@@ -209,8 +211,6 @@ exits! { (v, s)
         Exception(e)    = Exception:       v.exception(*e);
         Pause           = Pause:           v.pause();
         Invpcid         = Invlpg:          v.slow_invpcid();
-        GdtrIdtr        = DescriptorTable: v.table_access(Cause::GdtrIdtr);
-        LdtrTr          = DescriptorTable: v.table_access(Cause::LdtrTr);
         TaskSwitch(to)  = TaskSwitch:      v.task_switch(*to);
         Rsm             = Rsm:             v.slow_rsm();
         Shutdown        = Shutdown:        v.shut_down();

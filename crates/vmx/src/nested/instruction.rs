@@ -41,7 +41,7 @@ const fn name_of(segment: u8) -> SegmentName {
 }
 
 impl<C: Cpu> Vmx<C> {
-    pub(super) fn is_long(&self) -> bool {
+    pub(crate) fn is_long(&self) -> bool {
         self.efer.contains(Efer::LMA)
     }
 
@@ -106,7 +106,9 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    fn operand(&self, gprs: &Gprs, length: u32, using: Direction) -> Address {
+    /// The linear address of the operand of an instruction that exited, by what the CPU tells of it. In long mode it is
+    /// one of 64-bit code.
+    pub(crate) fn operand(&self, gprs: &Gprs, length: u32, using: Direction) -> Address {
         let information = Information(self.get(fields::INSTRUCTION_INFO));
         let number = information.segment();
         // In 64-bit code only FS and GS have a base.
