@@ -19,6 +19,7 @@ pub mod dirty;
 pub mod fetch;
 pub mod format;
 pub mod grant;
+pub mod last_pages;
 pub mod nested;
 pub mod operand;
 pub mod role;
@@ -33,6 +34,7 @@ pub mod walk;
 pub use dirty::{DirtyBitmap, DirtyLog, begin_anew};
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
+pub use last_pages::LastPages;
 pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};
 pub use role::{AddressSpace, PagingContext, Role, Source};
 pub use shadow::{

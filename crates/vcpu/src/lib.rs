@@ -252,6 +252,7 @@ impl<B: Backend> Vcpu<B> {
                 shadow: parts.shadow,
                 stage: None,
                 tables: parts.tables,
+                last_pages: mmu::LastPages::new(),
             },
             shared,
             vm,

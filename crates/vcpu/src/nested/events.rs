@@ -199,8 +199,7 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         let Self { b, mmu, .. } = self;
-        let memory = &mmu.memory;
-        let l1 = Mapped::new(memory, memory.view(s));
+        let l1 = Mapped::new(mmu, s);
         // Its request leaves L1's page with that, so it must be injected now, or nobody has it.
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         let Ok(vector) = taken else {
@@ -245,11 +244,10 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn posts(&mut self, vector: Vector, s: Option<Section<'_>>) -> Result<bool, ()> {
         let Self { b, mmu, .. } = self;
-        let memory = &mmu.memory;
         let Some(nested) = b.nested_mut() else { return Ok(false) };
         let posted = match s {
-            Some(s) => nested.posts(vector, &Mapped::new(memory, memory.view(s))),
-            None => nested.posts(vector, &Whole::new(memory, None)),
+            Some(s) => nested.posts(vector, &Mapped::new(mmu, s)),
+            None => nested.posts(vector, &Whole::new(&mmu.memory, None)),
         };
         let posted = posted.map_err(|_| ())?;
         if posted {
@@ -603,13 +601,13 @@ impl<B: Backend> Vcpu<B> {
         let undelivered = prepared.or(self.events.again);
         let done = self.across_levels(|v| {
             let nested = v.b.nested_mut()?;
-            let (gprs, memory) = (&mut v.gprs, &*v.mmu.memory);
+            let (gprs, mmu) = (&mut v.gprs, &v.mmu);
             Some(match s {
-                Some(s) => {
-                    let l1 = Mapped::new(memory, memory.view(s));
+                Some(s) => nested.exit_to_l1(gprs, &waiting, undelivered, &Mapped::new(mmu, s)),
+                None => {
+                    let l1 = Whole::new(&mmu.memory, None);
                     nested.exit_to_l1(gprs, &waiting, undelivered, &l1)
                 }
-                None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole::new(memory, None)),
             })
         });
         let Some(done) = done else { return Ended::No };

@@ -5,38 +5,32 @@ use core::{cell::Cell, sync::atomic::AtomicU64};
 use backend::{L1Memory, Outside, Reach};
 use mmu::nested::walk::{LinearError, StageError, translate_linear};
 use mmu::{
-    L1Fault, PagingContext, Tables, View, WalkError, table::GuestPage, tdp::page_of, translate,
-    walk,
+    L1Fault, LastPages, PagingContext, Section, Tables, View, WalkError, table::GuestPage,
+    translate, walk,
 };
 use vm::memory::VmMemory;
-use x86::{Direction, Exception, Gfn, Gpa, Gva};
+use x86::{Direction, Exception, Gpa, Gva};
+
+use crate::paging::Mmu;
 
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
     memory: &'a VmMemory,
     view: View<'a>,
-    /// The page of the last access: nearly all are of one.
-    last: Cell<Option<(Gfn, GuestPage)>>,
+    last: &'a LastPages,
 }
 
 impl<'a> Mapped<'a> {
-    /// The memory behind `view`.
+    /// The memory that the vCPU sees in this section.
     #[inline]
-    pub(super) fn new(memory: &'a VmMemory, view: View<'a>) -> Self {
-        Self { memory, view, last: Cell::new(None) }
+    pub(super) fn new(mmu: &'a Mmu, s: Section<'a>) -> Self {
+        Self { memory: &mmu.memory, view: mmu.memory.view(s), last: &mmu.last_pages }
     }
 
     /// The page at `at`.
     #[inline]
     fn find(&self, at: Gpa) -> Option<GuestPage> {
-        match self.last.get() {
-            Some((gfn, page)) if gfn == at.gfn() => Some(page),
-            _ => {
-                let page = page_of(&self.view, at)?;
-                self.last.set(Some((at.gfn(), page)));
-                Some(page)
-            }
-        }
+        self.last.find(&self.view, at)
     }
 }
 
