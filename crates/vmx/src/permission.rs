@@ -1,13 +1,21 @@
 //! The MSR bitmap (SDM vol. 3C §25.6.9): 4 KiB, a quarter each for reads and writes of the low and
 //! of the high MSRs. Ports need none, for every access exits.
 
-use core::sync::atomic::Ordering;
+use core::{cell::Cell, sync::atomic::Ordering};
+
 use host::{NoMemory, page::Page};
 use x86::{Directions, Hpa, msr};
 
 /// One vCPU's bitmap: which MSRs may be live depends on the guest's CPUID.
 #[derive(Debug)]
-pub struct MsrMap(Page);
+pub struct MsrMap {
+    page: Page,
+    changes: Cell<Changes>,
+}
+
+/// How often a map was changed: what follows from it is as it was as long as this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Changes(u64);
 
 /// MSRs that lists of L1's may name and that a VMM's filter may deny.
 pub(crate) const LISTED: [u32; 17] = [
@@ -55,12 +63,12 @@ impl MsrMap {
         let page = Page::zeroed()?;
         // Ones are exits: a new MSR is the hypervisor's until somebody opens it.
         page.table().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
-        Ok(Self(page))
+        Ok(Self { page, changes: Cell::new(Changes(0)) })
     }
 
     /// Physical address, for the VMCS.
     pub fn hpa(&self) -> Hpa {
-        self.0.hpa()
+        self.page.hpa()
     }
 
     /// Word and bit of the reads of `msr`; those of its writes lie two quarters on. `None` for an
@@ -74,6 +82,21 @@ impl MsrMap {
         Some((quarter * QUARTER + number as usize / 64, number % 64))
     }
 
+    /// How often it was changed.
+    #[inline]
+    pub(crate) fn changes(&self) -> Changes {
+        self.changes.get()
+    }
+
+    /// Stores a word. Nobody runs on this map while it is changed, or the CPU sees a word of before or of behind.
+    fn store(&self, at: usize, value: u64) {
+        if let Some(word) = self.page.table().get(at) {
+            word.store(value, Ordering::Relaxed);
+            // The one place that stores: no change is missed.
+            self.changes.set(Changes(self.changes.get().0.wrapping_add(1)));
+        }
+    }
+
     /// How far on the words of writes lie.
     pub(crate) const WRITES: usize = 2 * QUARTER;
 
@@ -81,15 +104,12 @@ impl MsrMap {
     #[inline]
     // Beyond the map is nothing that passes.
     pub(crate) fn word(&self, at: usize) -> u64 {
-        self.0.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
+        self.page.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
     }
 
     /// Has these `bits` of a word be those of `value`.
     pub(crate) fn set_word(&self, at: usize, bits: u64, value: u64) {
-        if let Some(word) = self.0.table().get(at) {
-            // Nobody runs on this map while it is changed, or the CPU sees a word of before or of behind.
-            word.store((self.word(at) & !bits) | (value & bits), Ordering::Relaxed);
-        }
+        self.store(at, (self.word(at) & !bits) | (value & bits));
     }
 
     /// Sets which accesses of `msr` exit.
@@ -97,10 +117,8 @@ impl MsrMap {
         // Such an MSR exits in any case: there is nothing to set.
         let Some((word, bit)) = Self::place(msr) else { return };
         for (at, way) in [(word, Directions::READS), (word + Self::WRITES, Directions::WRITES)] {
-            let Some(word) = self.0.table().get(at) else { continue };
-            let old = word.load(Ordering::Relaxed);
-            let new = if exits.contains(way) { old | 1 << bit } else { old & !(1 << bit) };
-            word.store(new, Ordering::Relaxed);
+            let old = self.word(at);
+            self.store(at, if exits.contains(way) { old | 1 << bit } else { old & !(1 << bit) });
         }
     }
 
@@ -124,7 +142,7 @@ mod tests {
         assert_eq!(MsrMap::place(0x4000_0000), None);
         let map = MsrMap::all().unwrap();
         map.intercept(0x10, Directions::READS);
-        assert_eq!(map.0.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
+        assert_eq!(map.page.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
     }
 
     #[test]
@@ -138,5 +156,19 @@ mod tests {
         assert_eq!(map.intercepted(0xc001_0102), Directions::all());
         map.intercept(0xc000_0102, Directions::WRITES);
         assert_eq!(map.intercepted(0xc000_0102), Directions::WRITES);
+    }
+    #[test]
+    fn each_change_is_counted() {
+        let map = MsrMap::all().unwrap();
+        let before = map.changes();
+        map.intercept(0xc000_0102, Directions::WRITES);
+        let behind = map.changes();
+        assert_ne!(before, behind);
+        map.set_word(0, 1, 0);
+        assert_ne!(behind, map.changes());
+        // An MSR that no map has.
+        let behind = map.changes();
+        map.intercept(0x4000_0000, Directions::empty());
+        assert_eq!((map.word(0), behind), (!1, map.changes()));
     }
 }

@@ -1,6 +1,9 @@
 //! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
 
-use core::{cell::Cell, sync::atomic::Ordering::Relaxed};
+use core::{
+    cell::Cell,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use backend::{
     Executed, Gprs, L1Memory, ListAct, ListMsr, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE,
@@ -625,9 +628,8 @@ impl<C: Cpu> Vmx<C> {
         // Without a map every MSR exits (SDM vol. 3C §26.1.3).
         if v.primary().contains(ProcControls::MSR_BITMAPS) {
             self.map_msrs_of_both(n, memory);
-        } else if n.made.map != Map::Closed {
-            // Closed already: nothing is written to a map that is as it should be.
-            n.made.map.follow(Map::Closed, &n.other.msr_map);
+        } else {
+            n.made.map.close(&n.other.msr_map);
         }
     }
 
@@ -644,18 +646,20 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn map_msrs_of_both<M: L1Memory>(&self, n: &mut Nested, memory: &Memory<'_, M>) {
         let page = Gpa(n.machine.vmcs12().get(field::MSR_BITMAP));
+        // A filter of the VMM's may have changed it since.
+        let of_l0 = &self.vmcs.msr_map;
         let of_l1 = match n.msrs_kept {
             Some(kept) => Ok(kept),
-            None => passed_by(page, memory),
+            // Most entries find the map as it was: ten words compared, none written.
+            None => match memory.page(page) {
+                Some(words) if n.made.map.is_of(|at| word_of(words, at), of_l0) => return,
+                Some(words) => Ok(Passed::of(|at| word_of(words, at))),
+                None => passed_by_copies(page, memory),
+            },
         };
-        // Within L0's own map of now: a filter of the VMM's may have changed since.
-        let wanted = match of_l1 {
-            Ok(of_l1) => Map::Open(of_l1.within(&self.vmcs.msr_map)),
-            Err(_) => Map::Closed,
-        };
-        // Most entries find the map as it was: ten words compared, none written.
-        if n.made.map != wanted {
-            n.made.map.follow(wanted, &n.other.msr_map);
+        match of_l1 {
+            Ok(of_l1) => n.made.map.open(of_l1, of_l0, &n.other.msr_map),
+            Err(_) => n.made.map.close(&n.other.msr_map),
         }
     }
 
@@ -675,11 +679,16 @@ impl<C: Cpu> Vmx<C> {
     }
 }
 
+/// A word of L1's map; ones beyond it.
+#[inline(always)]
+fn word_of(words: &[AtomicU64; 512], at: usize) -> u64 {
+    words.get(at).map_or(u64::MAX, |word| word.load(Relaxed))
+}
+
 /// What L1's map of MSRs at `page` lets L2 have.
-#[inline]
 fn passed_by<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Passed, Outside> {
     match memory.page(page) {
-        Some(words) => Ok(Passed::of(|at| words.get(at).map_or(u64::MAX, |w| w.load(Relaxed)))),
+        Some(words) => Ok(Passed::of(|at| word_of(words, at))),
         None => passed_by_copies(page, memory),
     }
 }
