@@ -232,15 +232,18 @@ pub struct Known {
 
 /// Saves the hot part of L2's state and the report. Gives the groups in which vmcs02 and the VMCS12 differ now:
 /// they are composed at the next entry although L1 has changed nothing.
-/// `rights`: those of SS are among what is hot; otherwise they are saved with the segments.
+/// `l1_efer`: as [`Machine::note_l1_efer`] was told it. `rights`: those of SS are among what is hot; otherwise they are saved
+/// with the segments.
+///
+/// [`Machine::note_l1_efer`]: crate::Machine::note_l1_efer
 pub fn save(
     v: &mut Vmcs12,
     exit: &impl Exit,
     report: &Report,
     known: &Known,
-    rights: bool,
+    (l1_efer, rights): (u64, bool),
 ) -> Groups {
-    let differ = save_state(v, exit, known);
+    let differ = save_state(v, exit, known, l1_efer);
     if rights {
         v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
     }
@@ -252,7 +255,7 @@ pub fn save(
 }
 
 /// Saves the hot part of L2's state.
-pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
+pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known, l1_efer: u64) -> Groups {
     // What a hypervisor looks at after nearly every exit; the rest waits in vmcs02 until it is asked for.
     v.set(field::GUEST_RIP, exit.get(field::GUEST_RIP));
     v.set(field::GUEST_RSP, exit.get(field::GUEST_RSP));
@@ -263,7 +266,7 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     v.set(field::GUEST_CS_RIGHTS, exit.get(field::GUEST_CS_RIGHTS));
     // The hardware's field says active, unless HLT exits for nobody: L0 sleeps for L2.
     v.set(field::GUEST_ACTIVITY, known.activity);
-    let mut differ = save_msrs(v, exit, known);
+    let mut differ = save_msrs(v, exit, known, l1_efer);
     // An exit updates this control, for the next entry to resume L2 in its mode (SDM vol. 3C
     // §28.2).
     // EFER as L2 left it: it may have changed its mode without an exit that L1 sees.
@@ -284,7 +287,7 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
 
 /// Saves what the exit controls ask for. What L2 has changed and they do not ask for is loaded again at the
 /// next entry.
-fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
+fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known, l1_efer: u64) -> Groups {
     let (leave, entry) = (v.exit(), v.entry());
     if leave.contains(ExitControls::SAVE_DEBUG) {
         v.set(field::GUEST_DR7, exit.get(field::GUEST_DR7));
@@ -300,19 +303,21 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     if leave.contains(ExitControls::SAVE_PREEMPTION_TIMER) {
         v.set(field::PREEMPTION_TIMER, known.preemption_timer);
     }
-    // Where the entry does not load a register, L1's own counts, which nobody here knows.
+    // Where the entry does not load a register, L1's own counts, which nobody here knows, but for EFER.
     // Only what is saved here and loaded by the next entry is the same in both places.
     let debug =
         leave.contains(ExitControls::SAVE_DEBUG) && entry.contains(EntryControls::LOAD_DEBUG);
     let pat = entry.contains(EntryControls::LOAD_PAT) && v.get(field::GUEST_PAT) == known.pat;
-    let efer = entry.contains(EntryControls::LOAD_EFER) && v.get(field::GUEST_EFER) == known.efer;
+    let efer = if entry.contains(EntryControls::LOAD_EFER) {
+        v.get(field::GUEST_EFER) == known.efer
+    } else {
+        // As it was composed for 64-bit mode. For the others it follows from CR0 as well, which L2 changes.
+        entry.contains(EntryControls::IA32E_GUEST)
+            && known.efer == l1_efer | (Efer::LMA | Efer::LME).bits()
+    };
     let mut differ = Groups::NONE;
     if !(debug && pat && efer) {
         differ.add(Group::Msrs);
-    }
-    // The timer starts anew with each entry.
-    if v.pin().contains(x86::vmcs::PinControls::PREEMPTION_TIMER) {
-        differ.add(Group::Time);
     }
     differ
 }

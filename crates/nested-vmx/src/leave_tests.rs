@@ -14,6 +14,9 @@ const KNOWN: Known = Known {
     debugctl: 2,
 };
 
+/// Another than L2's.
+const L1_EFER: u64 = 0xd00;
+
 fn after_cpuid() -> Vmcs02 {
     let mut vmcs = Vmcs02::new();
     set!(
@@ -47,7 +50,7 @@ fn a_frequent_exit_reads_few_fields() {
     set!(v, ENTRY_INTERRUPTION = 0x8000_0030, EXIT_QUALIFICATION = 5);
     let report = Report::of(&exit);
     let known = Known { pat: v.get(field::GUEST_PAT), ..KNOWN };
-    let differ = save(&mut v, &exit, &report, &known, true);
+    let differ = save(&mut v, &exit, &report, &known, (L1_EFER, true));
     assert_eq!(exit.reads.get(), 9);
     assert_eq!((v.get(field::EXIT_REASON), v.get(field::INSTRUCTION_LENGTH)), (10, 2));
     assert_eq!(v.get(field::EXIT_QUALIFICATION), 0);
@@ -62,16 +65,50 @@ fn what_the_controls_ask_for_is_saved() {
     let all = 1 << 2 | 1 << 18 | 1 << 20 | 1 << 22;
     set!(v, EXIT_CONTROLS = all, ENTRY_CONTROLS = 1 << 2 | 1 << 14 | 1 << 15 | 1 << 9);
     let exit = after_cpuid();
-    let differ = save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
+    let differ = save(&mut v, &exit, &Report::of(&exit), &KNOWN, (L1_EFER, true));
     assert_eq!((v.get(field::GUEST_DR7), v.get(field::GUEST_DEBUGCTL)), (0x402, 2));
     assert_eq!((v.get(field::GUEST_PAT), v.get(field::GUEST_EFER)), (0x0606, 0xd01));
     assert_eq!(v.get(field::PREEMPTION_TIMER), 77);
     assert!(differ.is_empty());
     let left_long_mode = Known { efer: 0x801, activity: 1, ..KNOWN };
-    let differ = save(&mut v, &exit, &Report::of(&exit), &left_long_mode, true);
+    let differ = save(&mut v, &exit, &Report::of(&exit), &left_long_mode, (L1_EFER, true));
     assert!(!v.entry().contains(EntryControls::IA32E_GUEST));
     assert_eq!(v.get(field::GUEST_ACTIVITY), 1);
     assert_eq!(differ, Groups::of(Group::Flow).union(Groups::of(Group::ControlRegisters)));
+}
+
+#[test]
+fn an_efer_of_l1s_is_composed_again_where_it_differs() {
+    let mut v = good();
+    // The debug registers and PAT are loaded and saved; EFER is not loaded.
+    let (loads, mode) = (1 << 2 | 1 << 14, 1 << 9);
+    let mut differ = |controls: u32, efer: u64, l1_efer: u64, timer: bool| {
+        let exits = 1 << 2 | 1 << 18;
+        set!(
+            v,
+            EXIT_CONTROLS = exits,
+            ENTRY_CONTROLS = controls,
+            PIN_CONTROLS = u32::from(timer) << 6
+        );
+        let exit = after_cpuid();
+        let known = Known { efer, ..KNOWN };
+        save(&mut v, &exit, &Report::of(&exit), &known, (l1_efer, true))
+    };
+    let msrs = Groups::of(Group::Msrs);
+    // Of a timer that starts anew nothing is composed.
+    for timer in [false, true] {
+        assert_eq!(differ(loads | mode, 0xd01, 0xd01, timer), Groups::NONE);
+        assert_eq!(
+            differ(loads | mode, 0xd01, 0x801, timer),
+            Groups::NONE,
+            "the mode's bits are the entry's"
+        );
+        assert_eq!(differ(loads | mode, 0xd01, 0xd00, timer), msrs);
+        assert_eq!(differ(loads | mode, 0xd00, 0xd01, timer), msrs, "L2 has changed it");
+        // Without the mode it follows from CR0.
+        assert_eq!(differ(loads, 0x801, 0x801, timer), msrs);
+        assert_eq!(differ(loads, 0x1, 0x1, timer), msrs);
+    }
 }
 
 #[test]
@@ -123,11 +160,11 @@ fn a_delivery_that_was_interrupted_is_told() {
     exit.put(field::IDT_VECTORING, 0x8000_0b0e);
     exit.put(field::IDT_VECTORING_ERROR, 6);
     let mut v = good();
-    save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
+    save(&mut v, &exit, &Report::of(&exit), &KNOWN, (L1_EFER, true));
     assert_eq!(v.get(field::IDT_VECTORING), 0x8000_0b0e);
     assert_eq!(v.get(field::IDT_VECTORING_ERROR), 6);
     exit.put(field::IDT_VECTORING, 0xb0e);
-    save(&mut v, &exit, &Report::of(&exit), &KNOWN, true);
+    save(&mut v, &exit, &Report::of(&exit), &KNOWN, (L1_EFER, true));
     assert_eq!(v.get(field::IDT_VECTORING), 0);
 }
 

@@ -11,7 +11,7 @@ mod mirror;
 mod region;
 mod transition;
 
-use x86::vmcs::{Groups, InstructionError, ProcControls2};
+use x86::vmcs::{Group, Groups, InstructionError, ProcControls2};
 use x86::{Cr0, Exception, Gpa, Rflags};
 
 pub use composed::Composed;
@@ -155,6 +155,8 @@ pub struct Machine {
     unchecked: Groups,
     /// Counts how often what VMCSs are composed and checked by has changed, for all of them; never 0.
     rules: u64,
+    /// L1's EFER by which that of L2 was composed last, where an entry does not load it.
+    l1_efer: u64,
     /// What an exit has left in the hardware's VMCS and the VMCS12 does not have yet.
     behind: Groups,
     /// What was behind when L2 was entered last, until it has left: it still is if the entry fails.
@@ -206,6 +208,7 @@ impl Machine {
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
         rules: 1,
+        l1_efer: 0,
         behind: Groups::NONE,
         entered_behind: Groups::NONE,
         alone: None,
@@ -290,6 +293,16 @@ impl Machine {
     pub fn touch_each(&mut self, groups: Groups) {
         self.touch(groups);
         self.change_rules();
+    }
+
+    /// L1's EFER at an entry, before the groups are composed: L1 changes it without VMWRITE, and an L2 whose entry does not load EFER
+    /// has it.
+    #[inline]
+    pub fn note_l1_efer(&mut self, efer: u64) {
+        if self.l1_efer != efer {
+            self.l1_efer = efer;
+            self.touch(Groups::of(Group::Msrs));
+        }
     }
 
     /// Nothing is taken for composed or checked, of whatever VMCS: CPUID or the capabilities have changed, or L1 is not who it was.

@@ -16,6 +16,7 @@ pub struct Composed {
     image: Vmcs12,
     dirty: Groups,
     unchecked: Groups,
+    l1_efer: u64,
     vm86: bool,
     host_changed: bool,
     /// [`Machine::rules`] by which it was composed and checked; 0: by none.
@@ -54,6 +55,7 @@ impl Composed {
         image: Vmcs12::ZERO,
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
+        l1_efer: 0,
         vm86: false,
         host_changed: true,
         rules: 0,
@@ -94,6 +96,7 @@ impl Machine {
         into.image.clone_from(&self.vmcs12);
         (into.dirty, into.unchecked) = (self.dirty, self.unchecked);
         (into.vm86, into.host_changed) = (self.vm86, self.host_changed);
+        into.l1_efer = self.l1_efer;
         // What is not fetched is not in the image.
         into.rules = if self.behind.is_empty() { self.rules } else { 0 };
     }
@@ -106,6 +109,7 @@ impl Machine {
             self.dirty = of.dirty.union(differ);
             self.unchecked = of.unchecked.union(differ);
             self.vm86 = of.vm86;
+            self.l1_efer = of.l1_efer;
         }
         // What an exit loads was made of the one that was current before.
         if left.rules == self.rules {
@@ -160,5 +164,20 @@ mod tests {
         m.take_up(&down, &down);
         assert_eq!((m.dirty, m.unchecked), (Groups::ALL, Groups::ALL));
         assert!(m.host_changed);
+    }
+    #[test]
+    fn what_was_composed_by_another_efer_of_l1s_is_composed_again() {
+        let mut m = Machine::new(crate::Capabilities::NONE);
+        let mut down = Composed::NOTHING;
+        m.note_l1_efer(0xd01);
+        m.dirty = Groups::NONE;
+        m.set_down(&mut down);
+        // Another VMCS is entered with L1's new one.
+        m.touch_whole();
+        m.note_l1_efer(0x500);
+        m.take_up(&down, &down);
+        assert_eq!(m.dirty, Groups::NONE);
+        m.note_l1_efer(0x500);
+        assert_eq!(m.dirty, Groups::of(Group::Msrs));
     }
 }

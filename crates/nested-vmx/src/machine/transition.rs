@@ -29,7 +29,7 @@ impl Machine {
     ) {
         // VMCS12 first: what is written into L1's memory below comes out of it.
         let rights = !self.mirror.leaves_ss_rights();
-        let differ = leave::save(&mut self.vmcs12, exit, report, known, rights);
+        let differ = leave::save(&mut self.vmcs12, exit, report, known, (self.l1_efer, rights));
         self.touch(differ);
         // They differ where L2 has changed its mode, which an EFER that was not saved may not say.
         self.unchecked = self.unchecked.union(differ.common(Groups::of(Group::ControlRegisters)));
@@ -71,7 +71,7 @@ impl Machine {
     /// Saves all of L2's state while L2 runs, for KVM_GET_NESTED_STATE. The hardware's VMCS stays what counts.
     pub fn save_running(&mut self, exit: &impl Exit, known: &Known) {
         let mode = Groups::of(Group::ControlRegisters);
-        let differ = leave::save_state(&mut self.vmcs12, exit, known).common(mode);
+        let differ = leave::save_state(&mut self.vmcs12, exit, known, self.l1_efer).common(mode);
         // As by an exit: the one that comes finds the mode in VMCS12 already.
         self.touch(differ);
         self.unchecked = self.unchecked.union(differ);

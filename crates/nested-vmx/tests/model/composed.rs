@@ -466,6 +466,7 @@ impl Run {
         if core::mem::take(&mut self.l0_changed) {
             self.machine.touch(of_l0());
         }
+        self.machine.note_l1_efer(self.l1.efer);
         if !self.tracking {
             self.machine.touch_all();
         }

@@ -1,8 +1,9 @@
 //! How many VMREADs and VMWRITEs a round trip takes.
 
-use backend::{Executed, Nested as _};
+use backend::{ControlRegisters as _, Executed, Nested as _};
 use nested_vmx::set;
-use x86::vmcs::{ExitReason, field};
+use x86::Efer;
+use x86::vmcs::{ExitReason, Group, Groups, field};
 
 use super::round_trip_tests::{Rig, features, good};
 use crate::features::Features;
@@ -58,6 +59,46 @@ fn a_field_that_l1_asks_for_alone_is_read_alone() {
     assert!(all > 30 && loads == 2, "{all} VMREADs, {loads} VMPTRLDs");
     let (_, none, loads) = access(ExitReason::Vmread, field::GUEST_FS_BASE.encoding(), 0);
     assert!(none <= known && loads == 0, "{none} VMREADs, {loads} VMPTRLDs");
+}
+
+/// An L1 as Debian's KVM is: it has L2 share its EFER, which the entry does not load then, and sets the preemption timer before each
+/// entry. No group is composed for either; for another EFER of L1's all that an entry loads of such registers is, once.
+#[test]
+fn what_l2_shares_with_l1_is_composed_where_it_changes() {
+    let mut v = good();
+    set!(v, PIN_CONTROLS = v.get(field::PIN_CONTROLS) | 1 << 6, PREEMPTION_TIMER = 1000);
+    set!(v, EXIT_CONTROLS = v.get(field::EXIT_CONTROLS) | 1 << 2);
+    let entry = v.get(field::ENTRY_CONTROLS) & !(1 << 15);
+    set!(v, ENTRY_CONTROLS = entry | 1 << 2 | 1 << 14);
+    let mut r = Rig::on(Features { preemption_timer: Some(5), ..features() }, &v, 0xd01);
+    r.settle();
+    let efer = |r: &Rig| r.v.get(crate::fields::GUEST_EFER);
+    assert_eq!(efer(&r), 0xd01);
+    let leave = |r: &mut Rig, timer: u64| {
+        r.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        r.l1_vmwrite(field::PREEMPTION_TIMER.encoding(), timer);
+        r.v.nested.as_ref().unwrap().machine.dirty()
+    };
+    for timer in [900, 800] {
+        assert_eq!(leave(&mut r, timer), Groups::NONE);
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        let n = r.v.nested.as_ref().unwrap();
+        assert_eq!(u64::from(n.machine.vmcs12().get(field::PREEMPTION_TIMER)), timer);
+    }
+    // L1 writes its own, and L2 has that at once; then L2 does.
+    assert_eq!(leave(&mut r, 700), Groups::NONE);
+    r.v.set_efer(Efer::from_bits_retain(0x500));
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(efer(&r), 0x500);
+    // The exit has loaded L1's, which it has told nobody.
+    assert_eq!(leave(&mut r, 600), Groups::NONE);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(efer(&r), 0xd01);
+    r.v.set_efer(Efer::from_bits_retain(0x500));
+    assert_eq!(leave(&mut r, 500), Groups::of(Group::Msrs));
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(efer(&r), 0xd01);
 }
 
 /// How many there are.

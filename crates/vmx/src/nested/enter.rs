@@ -137,6 +137,8 @@ impl<C: Cpu> Vmx<C> {
             n.made.l0 = self.l0_part(n, &now);
             n.machine.touch(of_l0());
         }
+        // By value as well: L1 changes it without telling, and L2 has it where its entry does not load another.
+        n.machine.note_l1_efer(self.efer.bits());
         // For measurements, and to find out whether a fault is one of tracking: all is composed, all is checked.
         if n.without_tracking {
             n.machine.touch_whole();

@@ -280,7 +280,7 @@ fields! {
         GUEST_ACTIVITY = 0x4826 [916 Flow] {504 Guest1 out},
         GUEST_SMBASE = 0x4828,
         GUEST_SYSENTER_CS = 0x482a [920 Sysenter] {508 Guest1 out},
-        PREEMPTION_TIMER = 0x482e [928 Time write],
+        PREEMPTION_TIMER = 0x482e [928 Status write],
         HOST_SYSENTER_CS = 0x4c00 [924 Host] {88 Host1};
     ReadOnly u32:
         INSTRUCTION_ERROR = 0x4400 [808 Exit] {688 Report out},

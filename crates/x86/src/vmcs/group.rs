@@ -25,13 +25,14 @@ pub enum Group {
     Bitmaps,
     /// EPT, VPID, VM functions, page-modification log.
     Translation,
-    /// TSC offset and multiplier, preemption timer.
+    /// TSC offset and multiplier.
     Time,
     /// APIC virtualization: pages, task priority, requests.
     Apic,
     /// Lists of MSRs to load and store.
     MsrLists,
-    /// The guest's interrupt status and the index of the page-modification log: L2's run goes by them, and no check of an entry does.
+    /// The guest's interrupt status, the index of the page-modification log, the preemption timer: L2's run goes by them as L0 does, and
+    /// no check of an entry or field of the hardware's VMCS does.
     Status,
     /// What an exit reports.
     Exit,
