@@ -27,7 +27,7 @@ impl Default for LastPages {
 }
 
 impl LastPages {
-    /// None was.
+    /// No page was looked at yet.
     pub const fn new() -> Self {
         const NONE: (Gfn, GuestPage) = (Gfn(0), GuestPage::NONE);
         Self { first: Cell::new(NONE), second: Cell::new(NONE) }

@@ -199,7 +199,7 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         let Self { b, mmu, .. } = self;
-        let l1 = Mapped::new(mmu, s);
+        let l1 = Mapped::new(&mmu.memory, &mmu.last_pages, s);
         // Its request leaves L1's page with that, so it must be injected now, or nobody has it.
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         let Ok(vector) = taken else {
@@ -246,7 +246,7 @@ impl<B: Backend> Vcpu<B> {
         let Self { b, mmu, .. } = self;
         let Some(nested) = b.nested_mut() else { return Ok(false) };
         let posted = match s {
-            Some(s) => nested.posts(vector, &Mapped::new(mmu, s)),
+            Some(s) => nested.posts(vector, &Mapped::new(&mmu.memory, &mmu.last_pages, s)),
             None => nested.posts(vector, &Whole::new(&mmu.memory, None)),
         };
         let posted = posted.map_err(|_| ())?;
@@ -603,7 +603,12 @@ impl<B: Backend> Vcpu<B> {
             let nested = v.b.nested_mut()?;
             let (gprs, mmu) = (&mut v.gprs, &v.mmu);
             Some(match s {
-                Some(s) => nested.exit_to_l1(gprs, &waiting, undelivered, &Mapped::new(mmu, s)),
+                Some(s) => nested.exit_to_l1(
+                    gprs,
+                    &waiting,
+                    undelivered,
+                    &Mapped::new(&mmu.memory, &mmu.last_pages, s),
+                ),
                 None => {
                     let l1 = Whole::new(&mmu.memory, None);
                     nested.exit_to_l1(gprs, &waiting, undelivered, &l1)

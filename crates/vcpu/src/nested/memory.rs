@@ -11,8 +11,6 @@ use mmu::{
 use vm::memory::VmMemory;
 use x86::{Direction, Exception, Gpa, Gva};
 
-use crate::paging::Mmu;
-
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
     memory: &'a VmMemory,
@@ -23,8 +21,8 @@ pub(super) struct Mapped<'a> {
 impl<'a> Mapped<'a> {
     /// The memory that the vCPU sees in this section.
     #[inline]
-    pub(super) fn new(mmu: &'a Mmu, s: Section<'a>) -> Self {
-        Self { memory: &mmu.memory, view: mmu.memory.view(s), last: &mmu.last_pages }
+    pub(super) fn new(memory: &'a VmMemory, last: &'a LastPages, s: Section<'a>) -> Self {
+        Self { memory, view: memory.view(s), last }
     }
 
     /// The page at `at`.

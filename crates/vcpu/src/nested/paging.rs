@@ -342,7 +342,7 @@ impl<B: Backend> Vcpu<B> {
                     return Next::Leave;
                 }
                 let Some(nested) = b.nested_mut() else { return Next::Leave };
-                let l1 = Mapped::new(mmu, s);
+                let l1 = Mapped::new(&mmu.memory, &mmu.last_pages, s);
                 let at = Gpa(access.gpa);
                 let done = nested.refuse(gprs, at, told(fault, None), undelivered, &l1);
                 self.refused(done)

@@ -24,8 +24,9 @@ use x86::{Cr0, Cr4, Direction, Directions, Dr7, Efer, Gpa, msr};
 
 use super::{
     access::{Blind, Block, Memory},
-    kept::{Nested, OfL1, Sources},
+    kept::{Nested, OfL1},
     list::By,
+    seconds::Sources,
 };
 use crate::{
     fields, mitigations,

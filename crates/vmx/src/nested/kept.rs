@@ -51,21 +51,6 @@ pub(crate) struct OtherMsrs {
     pub(crate) efer: Efer,
 }
 
-/// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sources {
-    pub(crate) primary: u32,
-    pub(crate) secondary: u32,
-    pub(crate) exit: u32,
-    pub(crate) entry: u32,
-    pub(crate) exceptions: u32,
-    pub(crate) vpid: u16,
-    pub(crate) cr0_mask: u64,
-    pub(crate) cr4_mask: u64,
-    pub(crate) tsc_offset: u64,
-    pub(crate) tsc_ratio: u64,
-}
-
 /// No EPT pointer: see [`Nested::told`].
 const SEVERAL: u64 = u64::MAX;
 
@@ -161,7 +146,7 @@ impl Nested {
     }
 
     /// L1 is told of an access that its tables refuse.
-    pub(super) fn note_told(&mut self) {
+    pub(crate) fn note_told(&mut self) {
         let root = self.made.root;
         self.told = if self.told == 0 || self.told == root { root } else { SEVERAL };
     }

@@ -43,6 +43,7 @@ mod smm;
 mod switch;
 mod tables;
 mod timer;
+mod turns;
 #[cfg(test)]
 mod twin_tests;
 #[cfg(test)]

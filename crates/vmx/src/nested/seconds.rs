@@ -4,17 +4,31 @@
 //! Those that lie here are loaded by nobody: an exchange in the loop is between vmcs01 and [`Nested::other`]. They change
 //! places with that one outside the loop alone, at VMPTRLD.
 
-use core::{cell::Cell, mem};
+use core::cell::Cell;
 
 use host::{KBox, NoMemory};
 use nested_vmx::{machine::Composed, merge};
 use x86::{Cr0, Cr4, Gpa};
 
-use super::kept::{Nested, Sources};
-use crate::{passed::Map, state::attention, vmcs::Vmcs};
+use crate::{passed::Map, vmcs::Vmcs};
 
 /// So many lie beside the one that L2 is entered with.
 const BESIDE: usize = 3;
+
+/// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sources {
+    pub(crate) primary: u32,
+    pub(crate) secondary: u32,
+    pub(crate) exit: u32,
+    pub(crate) entry: u32,
+    pub(crate) exceptions: u32,
+    pub(crate) vpid: u16,
+    pub(crate) cr0_mask: u64,
+    pub(crate) cr4_mask: u64,
+    pub(crate) tsc_offset: u64,
+    pub(crate) tsc_ratio: u64,
+}
 
 /// What is known of a vmcs02 that its fields do not say.
 #[derive(Debug)]
@@ -52,34 +66,34 @@ impl Made {
 
 /// A vmcs02 that L2 is not entered with.
 #[derive(Debug)]
-struct Second {
+pub(crate) struct Second {
     /// Whose VMCS12 it was composed of last.
-    of: Option<Gpa>,
-    vmcs: Vmcs,
-    made: Made,
-    composed: KBox<Composed>,
+    pub(crate) of: Option<Gpa>,
+    pub(crate) vmcs: Vmcs,
+    pub(crate) made: Made,
+    pub(crate) composed: KBox<Composed>,
     /// [`Seconds::flushes`] when it was left: what was flushed until then was under its pointer, too.
-    flushes: u64,
+    pub(crate) flushes: u64,
     /// [`Seconds::left`] when it was left.
-    left: u64,
+    pub(crate) left: u64,
 }
 
 /// What lies beside. All of them are of this type, and [`Nested::beside`] has them all: what becomes of a VMCS that a CPU may hold
 /// parts of is said there.
 #[derive(Debug)]
 pub(crate) struct Seconds {
-    all: [Option<KBox<Second>>; BESIDE],
+    pub(crate) all: [Option<KBox<Second>>; BESIDE],
     /// Whose VMCS12 [`Nested::other`] was composed of, and of what, when that ceased to be current.
-    of: Option<Gpa>,
-    composed: Option<KBox<Composed>>,
+    pub(crate) of: Option<Gpa>,
+    pub(crate) composed: Option<KBox<Composed>>,
     /// Counts flushes of all roots: those reach the EPT pointers of vmcs01 and of [`Nested::other`] alone.
-    flushes: u64,
+    pub(crate) flushes: u64,
     /// Counts VMCSs that were left.
-    left: u64,
+    pub(crate) left: u64,
 }
 
 impl Second {
-    fn new(revision: u32, flushes: u64) -> Result<KBox<Self>, NoMemory> {
+    pub(crate) fn new(revision: u32, flushes: u64) -> Result<KBox<Self>, NoMemory> {
         let (vmcs, composed) = (Vmcs::new(revision)?, KBox::new(Composed::NOTHING)?);
         KBox::new(Self { of: None, vmcs, made: Made::NONE, composed, flushes, left: 0 })
     }
@@ -119,7 +133,7 @@ impl Seconds {
 }
 
 /// The one to be used for the VMCS12 at `at`: its own, a new one, or the one that was left longest ago.
-fn choose(
+pub(crate) fn choose(
     all: &mut [Option<KBox<Second>>; BESIDE],
     at: Gpa,
     make: impl FnOnce() -> Result<KBox<Second>, NoMemory>,
@@ -142,73 +156,8 @@ fn choose(
 #[cfg(test)]
 impl Seconds {
     /// How many lie beside, and whether there is room to note what the one in use is composed of.
-    pub(super) fn count(&self) -> (usize, bool) {
+    pub(crate) fn count(&self) -> (usize, bool) {
         (self.vmcss().count(), self.composed.is_some())
-    }
-}
-
-impl Nested {
-    /// Before an instruction after which another VMCS may be current. `other`: it makes another current.
-    pub(super) fn set_down(&mut self, other: bool) {
-        let m = &self.machine;
-        // A shadow VMCS is never entered: vmcs02 stays that of the one before.
-        let Some(at) = m.current().filter(|_| !self.without_tracking && !m.vmcs12().is_shadow())
-        else {
-            return;
-        };
-        let seconds = &mut self.seconds;
-        // An L1 with one VMCS costs no memory, unless it makes that current once more.
-        if seconds.composed.is_none() && other {
-            seconds.composed = KBox::new(Composed::NOTHING).ok();
-        }
-        if let Some(composed) = &mut seconds.composed {
-            m.set_down(composed);
-            seconds.of = Some(at);
-        }
-    }
-
-    /// Behind such an instruction: the VMCS12 that is current gets the vmcs02 that it had before. `before`: what was current
-    /// then. `attention`: the vCPU's.
-    pub(super) fn take_up(&mut self, before: Option<Gpa>, revision: u32, attention: u16) {
-        let m = &mut self.machine;
-        let Some(at) = m.current().filter(|at| Some(*at) != before && !m.vmcs12().is_shadow())
-        else {
-            return;
-        };
-        let seconds = &mut self.seconds;
-        let Some(here) = seconds.composed.as_mut().filter(|_| !self.without_tracking) else {
-            return;
-        };
-        let of = seconds.of.replace(at);
-        if of == Some(at) {
-            // A shadow VMCS was current meanwhile, or none.
-            return m.take_up(here, here);
-        }
-        let make = || Second::new(revision, seconds.flushes);
-        let Some(second) = choose(&mut seconds.all, at, make) else { return m.take_up(here, here) };
-        mem::swap(&mut second.vmcs, &mut self.other);
-        mem::swap(&mut second.made, &mut self.made);
-        mem::swap(&mut second.composed, here);
-        second.of = of;
-        seconds.left = seconds.left.wrapping_add(1);
-        second.left = seconds.left;
-        // Which pointer it was that was flushed meanwhile is not asked.
-        let then = mem::replace(&mut second.flushes, seconds.flushes);
-        self.made.flush_due |= then != seconds.flushes;
-        // What waits was for the one that goes, too, and reaches it no more.
-        if attention & attention::FLUSH_TDP != 0 {
-            seconds.flushes = seconds.flushes.wrapping_add(1);
-        }
-        if attention & attention::FLUSH != 0 {
-            second.vmcs.drop_vpid();
-        }
-        if second.vmcs.is_unnoted() {
-            // It was read outside the loop, and nobody would clear it later.
-            second.vmcs.clear_elsewhere();
-        }
-        // It has the thread's words of another run.
-        self.has_host = false;
-        m.take_up(here, &second.composed);
     }
 }
 

@@ -35,7 +35,7 @@ pub struct NestedRoot {
 pub enum NestedSwitch {
     /// The root is current, and no staler than L2's translations may be.
     Ready {
-        /// The root.
+        /// What the hardware is given for L2.
         root: NestedRoot,
         /// This vCPU's translations of L2 are to be flushed, under whatever root, once the hardware has this one.
         replaced: bool,

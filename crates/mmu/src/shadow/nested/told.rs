@@ -20,7 +20,7 @@ use crate::table::View;
 /// What becomes of what stands at the end of an address's way.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// It goes.
+    /// It goes, whatever L1 says by now.
     Goes,
     /// It stays, if L1's entries say it now and need no flag set.
     StaysIfSaid,
