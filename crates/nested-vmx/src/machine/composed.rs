@@ -47,7 +47,7 @@ const FOLLOWED: [u32; 3] = [
 
 /// Words that are compared at once. They divide the image.
 const AT_ONCE: usize = 8;
-const _: () = assert!(UNITS % (AT_ONCE * UNITS_OF_WORD) == 0);
+const _: () = assert!(UNITS.is_multiple_of(AT_ONCE * UNITS_OF_WORD));
 
 impl Composed {
     /// Of nothing: whoever takes it up composes and checks all.
