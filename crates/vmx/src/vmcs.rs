@@ -350,7 +350,12 @@ impl Vmcs {
                     // Another VMCS was: it is loaded anew before its next entry, by `make_current`.
                     let _ = self.make_current(cpu, here);
                 }
-                return if on { cpu.vmread(encoding) } else { 0 };
+                let value = if on { cpu.vmread(encoding) } else { 0 };
+                if on && off.is_some() {
+                    // No end of the loop comes for it: without a note it would be active here for good.
+                    self.give_up_unnoted(cpu, here);
+                }
+                return value;
             }
             // Interrupts are off by somebody else: the other CPU must not be waited for.
             let Some(off) = off else { return 0 };

@@ -76,3 +76,27 @@ fn l1_that_nobody_sets_has_its_own_words_behind_l2() {
     // The model CPU refuses an entry with the host's LSTAR or XCR0.
     r.enter(ExitReason::ExternalInterrupt, |_| {});
 }
+
+/// A CPU has no room to note another VMCS: what is read outside the loop does not stay active there, for nobody would clear it.
+#[test]
+fn what_is_read_outside_without_a_note_is_cleared_at_once() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.leave_loop();
+    let here = crate::percpu::of(0).unwrap();
+    // Cleared, it is in no note; others take all there are.
+    here.clear(&r.v.cpu, r.v.vmcs.hpa());
+    r.v.vmcs.fields.cpus.active_on.set(None);
+    let others = (1..200u64).map(|n| x86::Hpa(n << 40));
+    extern crate std;
+    let noted: std::vec::Vec<_> = others.take_while(|other| here.note_active(*other)).collect();
+    let cleared = r.v.cpu().counts();
+    let _ = r.v.vmcs.read_outside(&r.v.cpu, x86::vmcs::field::GUEST_ES_BASE.encoding());
+    let counts = r.v.cpu().counts().since(&cleared);
+    let active = r.v.vmcs.fields.cpus.active_on.get();
+    // Before anything fails: the notes are those of all tests.
+    for other in noted {
+        here.clear(&r.v.cpu, other);
+    }
+    assert_eq!((counts.of(cpu::Op::Vmptrld), counts.of(cpu::Op::Vmclear)), (1, 1));
+    assert_eq!(active, None);
+}
