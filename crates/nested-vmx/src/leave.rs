@@ -308,13 +308,12 @@ fn save_msrs(v: &mut Vmcs12, exit: &impl Exit, known: &Known, l1_efer: u64) -> G
     let debug =
         leave.contains(ExitControls::SAVE_DEBUG) && entry.contains(EntryControls::LOAD_DEBUG);
     let pat = entry.contains(EntryControls::LOAD_PAT) && v.get(field::GUEST_PAT) == known.pat;
-    let efer = if entry.contains(EntryControls::LOAD_EFER) {
-        v.get(field::GUEST_EFER) == known.efer
-    } else {
-        // As it was composed for 64-bit mode. For the others it follows from CR0 as well, which L2 changes.
-        entry.contains(EntryControls::IA32E_GUEST)
-            && known.efer == l1_efer | (Efer::LMA | Efer::LME).bits()
-    };
+    let loads = entry.contains(EntryControls::LOAD_EFER);
+    let composed =
+        if loads { v.get(field::GUEST_EFER) } else { l1_efer | (Efer::LMA | Efer::LME).bits() };
+    // Without either it follows from CR0 as well, which L2 changes.
+    let is_told = entry.intersects(EntryControls::LOAD_EFER | EntryControls::IA32E_GUEST);
+    let efer = is_told && known.efer == composed;
     let mut differ = Groups::NONE;
     if !(debug && pat && efer) {
         differ.add(Group::Msrs);

@@ -3,12 +3,16 @@
 
 use core::{cell::Cell, sync::atomic::Ordering};
 
-use host::{NoMemory, page::Page};
+use host::{KBox, NoMemory, page::Page};
 use x86::{Directions, Hpa, msr};
 
 /// One vCPU's bitmap: which MSRs may be live depends on the guest's CPUID.
 #[derive(Debug)]
-pub struct MsrMap {
+// One word: a map changes places with its VMCS at each exit of a guest's guest.
+pub struct MsrMap(KBox<Counted>);
+
+#[derive(Debug)]
+struct Counted {
     page: Page,
     changes: Cell<Changes>,
 }
@@ -63,12 +67,12 @@ impl MsrMap {
         let page = Page::zeroed()?;
         // Ones are exits: a new MSR is the hypervisor's until somebody opens it.
         page.table().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
-        Ok(Self { page, changes: Cell::new(Changes(0)) })
+        Ok(Self(KBox::new(Counted { page, changes: Cell::new(Changes(0)) })?))
     }
 
     /// Physical address, for the VMCS.
     pub fn hpa(&self) -> Hpa {
-        self.page.hpa()
+        self.0.page.hpa()
     }
 
     /// Word and bit of the reads of `msr`; those of its writes lie two quarters on. `None` for an
@@ -85,15 +89,15 @@ impl MsrMap {
     /// How often it was changed.
     #[inline]
     pub(crate) fn changes(&self) -> Changes {
-        self.changes.get()
+        self.0.changes.get()
     }
 
     /// Stores a word. Nobody runs on this map while it is changed, or the CPU sees a word of before or of behind.
     fn store(&self, at: usize, value: u64) {
-        if let Some(word) = self.page.table().get(at) {
+        if let Some(word) = self.0.page.table().get(at) {
             word.store(value, Ordering::Relaxed);
             // The one place that stores: no change is missed.
-            self.changes.set(Changes(self.changes.get().0.wrapping_add(1)));
+            self.0.changes.set(Changes(self.0.changes.get().0.wrapping_add(1)));
         }
     }
 
@@ -104,7 +108,7 @@ impl MsrMap {
     #[inline]
     // Beyond the map is nothing that passes.
     pub(crate) fn word(&self, at: usize) -> u64 {
-        self.page.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
+        self.0.page.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
     }
 
     /// Has these `bits` of a word be those of `value`.
@@ -142,7 +146,7 @@ mod tests {
         assert_eq!(MsrMap::place(0x4000_0000), None);
         let map = MsrMap::all().unwrap();
         map.intercept(0x10, Directions::READS);
-        assert_eq!(map.page.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
+        assert_eq!(map.0.page.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
     }
 
     #[test]
