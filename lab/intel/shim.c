@@ -83,7 +83,7 @@ static void overwrite(unsigned char *at, const unsigned char *with, size_t size)
 
 // VMRUN says what is masked by the guest's RFLAGS.IF before it notes that a guest runs, so that a virtual interrupt (V_IRQ) stays masked
 // that a guest with IF set is entered with, and the host's interrupts where the guest has IF clear. It is said again when that is noted;
-// the host's (0xc00) begin as not masked.
+// the host's (0xc00) begin as not masked. And it leaves CR2 as it was, the host's, though it reads the guest's in the control block.
 void *bochs_masks;
 
 __attribute__((naked, used)) static void enter(void)
@@ -91,6 +91,12 @@ __attribute__((naked, used)) static void enter(void)
 	asm("movl $1, 0x93b8(%rbx)\n\t"
 	    "movw $0x101, 0x9260(%rbx)\n\t"
 	    "andl $0xfffff3ff, 0x93b4(%rbx)\n\t"
+	    "mov 0x9270(%rbx), %rax\n\t"
+	    "test %rax, %rax\n\t"
+	    "jz 1f\n\t"
+	    "mov 0x640(%rax), %rax\n\t"
+	    "mov %rax, 0x2a0(%rbx)\n"
+	    "1:\t"
 	    "mov %rbx, %rdi\n\t"
 	    "mov bochs_masks@GOTPCREL(%rip), %rax\n\t"
 	    "jmp *(%rax)");
