@@ -163,11 +163,8 @@ impl Machine {
         if self.alone.is_some() || needs.is_empty() {
             return None;
         }
-        let (Instruction::Vmread { field, .. }
-        | Instruction::Vmwrite { field, from: Place::Register(_), .. }) = *instruction
-        else {
-            return None;
-        };
+        // VMWRITE has a value of its own, mostly another: that takes the group.
+        let Instruction::Vmread { field, .. } = *instruction else { return None };
         // CR0 and CR4 are put together of several.
         let is_plain = needs.without(PLAIN).is_empty() || field == CR3;
         u16::try_from(field).ok().filter(|_| is_plain)

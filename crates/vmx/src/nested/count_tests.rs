@@ -101,6 +101,44 @@ fn what_l2_shares_with_l1_is_composed_where_it_changes() {
     assert_eq!(efer(&r), 0xd01);
 }
 
+/// VMREAD and VMWRITE with a register that may not succeed: none of them is taken for one that does.
+#[test]
+fn an_access_that_may_fail_is_no_quick_one() {
+    let es = u64::from(field::GUEST_ES_BASE.encoding());
+    let of = |rig: &mut Rig, reason, field: u64, rights: u32, information: u32| {
+        (rig.g.0[1], rig.g.0[2]) = (field, 0x1234);
+        rig.enter(reason, move |v| {
+            v.set(field::GUEST_SS_RIGHTS, rights);
+            v.set(field::INSTRUCTION_INFO, information);
+        });
+        rig.v.execute(&mut rig.g, 0, &rig.m)
+    };
+    let plain = 1u32 << 10 | 2 << 3 | 1 << 28;
+    let fault = |exception| Executed::Fault(exception);
+    for reason in [ExitReason::Vmread, ExitReason::Vmwrite] {
+        let mut r = Rig::new(&good(), 0xd01);
+        // A program of L1's.
+        assert_eq!(of(&mut r, reason, es, 0xc0f3, plain), fault(x86::Exception::gp(0)));
+        assert_eq!(r.g.0[2], 0x1234);
+        // No field has bit 32 of its encoding set, and 0x6ffe is none: VMfailValid, and the register stays.
+        for none in [es | 1 << 32, 0x6ffe] {
+            assert_eq!(of(&mut r, reason, none, 0xc093, plain), Executed::Retired);
+            assert_eq!(
+                (r.v.get(crate::fields::GUEST_RFLAGS) & 0x41, r.g.0[2]),
+                (0x40, 0x1234),
+                "{none:x}"
+            );
+        }
+        assert_eq!(of(&mut r, reason, es, 0xc093, plain), Executed::Retired);
+        assert_eq!(r.v.get(crate::fields::GUEST_RFLAGS) & 0x41, 0);
+        // The handler of an SMI is outside of VMX operation.
+        r.leave_loop();
+        assert!(backend::Nested::enter_smm(&mut r.v, &mut r.g, x86::Gpa(0), &r.m).is_ok());
+        r.come_to(0);
+        assert_eq!(of(&mut r, reason, es, 0xc093, plain), fault(x86::Exception::ud()));
+    }
+}
+
 /// How many there are.
 fn round_trip_takes_at_most_forty(reason: ExitReason, qualification: u64) -> u64 {
     let count = |rounds| {
