@@ -142,7 +142,11 @@ fn symbols(layout: &Layout, kernel: Kernel, image: &Image, own: &str) -> Result<
                 let symbol = symbol.as_str();
                 // What the vendor's module has of ours.
                 let constants = symbol.starts_with("gnt_constant_");
-                let ours = matches!(symbol, "gnt_start" | "gnt_stop" | "gnt_l1d_ops") || constants;
+                let parameters = matches!(
+                    symbol,
+                    "gnt_l1d_ops" | "gnt_use_ops" | "gnt_use_number_ops" | "gnt_bool_number_ops"
+                );
+                let ours = matches!(symbol, "gnt_start" | "gnt_stop") || parameters || constants;
                 if ours && own != "kvm" {
                     return None;
                 }

@@ -63,6 +63,8 @@ pub struct Vcpu<B: Backend> {
 /// What is looked at once in a run, or less.
 #[derive(Debug)]
 pub(crate) struct Rare {
+    /// The pages of a guest's hypervisor that were looked at last.
+    pub last_pages: mmu::LastPages,
     /// What this host can offer.
     pub offered: Offered,
     /// The kernel makes the CPU raise #AC for split locks. It is not asked where the guest's GS base may be loaded.
@@ -195,6 +197,7 @@ impl<B: Backend> Vcpu<B> {
         let parts = Parts {
             observation: KBox::new(observe::Observation::default())?,
             rare: KBox::new(Rare {
+                last_pages: mmu::LastPages::new(),
                 offered,
                 detects_split_locks: host::hostcpu::detects_split_locks(),
                 has_run: false,
@@ -252,7 +255,6 @@ impl<B: Backend> Vcpu<B> {
                 shadow: parts.shadow,
                 stage: None,
                 tables: parts.tables,
-                last_pages: mmu::LastPages::new(),
             },
             shared,
             vm,

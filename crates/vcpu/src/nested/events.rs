@@ -198,8 +198,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_interrupt_window(true);
             return true;
         }
-        let Self { b, mmu, .. } = self;
-        let l1 = Mapped::new(&mmu.memory, &mmu.last_pages, s);
+        let Self { b, mmu, rare, .. } = self;
+        let l1 = Mapped::new(&mmu.memory, &rare.last_pages, s);
         // Its request leaves L1's page with that, so it must be injected now, or nobody has it.
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         let Ok(vector) = taken else {
@@ -243,10 +243,10 @@ impl<B: Backend> Vcpu<B> {
     /// L2. It is over then, and its end is told to who waits for that. An error: outside alone.
     #[inline(never)]
     fn posts(&mut self, vector: Vector, s: Option<Section<'_>>) -> Result<bool, ()> {
-        let Self { b, mmu, .. } = self;
+        let Self { b, mmu, rare, .. } = self;
         let Some(nested) = b.nested_mut() else { return Ok(false) };
         let posted = match s {
-            Some(s) => nested.posts(vector, &Mapped::new(&mmu.memory, &mmu.last_pages, s)),
+            Some(s) => nested.posts(vector, &Mapped::new(&mmu.memory, &rare.last_pages, s)),
             None => nested.posts(vector, &Whole::new(&mmu.memory, None)),
         };
         let posted = posted.map_err(|_| ())?;
@@ -601,13 +601,13 @@ impl<B: Backend> Vcpu<B> {
         let undelivered = prepared.or(self.events.again);
         let done = self.across_levels(|v| {
             let nested = v.b.nested_mut()?;
-            let (gprs, mmu) = (&mut v.gprs, &v.mmu);
+            let (gprs, mmu, rare) = (&mut v.gprs, &v.mmu, &v.rare);
             Some(match s {
                 Some(s) => nested.exit_to_l1(
                     gprs,
                     &waiting,
                     undelivered,
-                    &Mapped::new(&mmu.memory, &mmu.last_pages, s),
+                    &Mapped::new(&mmu.memory, &rare.last_pages, s),
                 ),
                 None => {
                     let l1 = Whole::new(&mmu.memory, None);

@@ -320,7 +320,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn nested_fault_in_loop(&mut self, s: Section<'_>, access: &NestedAccess) -> Next {
-        let Self { b, gprs, mmu, .. } = self;
+        let Self { b, gprs, mmu, rare, .. } = self;
         let Some((stage, memory, _, _)) = mmu.staged() else { return Next::Leave };
         let view = memory.view(s);
         let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
@@ -342,7 +342,7 @@ impl<B: Backend> Vcpu<B> {
                     return Next::Leave;
                 }
                 let Some(nested) = b.nested_mut() else { return Next::Leave };
-                let l1 = Mapped::new(&mmu.memory, &mmu.last_pages, s);
+                let l1 = Mapped::new(&mmu.memory, &rare.last_pages, s);
                 let at = Gpa(access.gpa);
                 let done = nested.refuse(gprs, at, told(fault, None), undelivered, &l1);
                 self.refused(done)

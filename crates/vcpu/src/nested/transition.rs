@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
             return self.answer_by(exception);
         }
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
-        let l1 = Mapped::new(&self.mmu.memory, &self.mmu.last_pages, s);
+        let l1 = Mapped::new(&self.mmu.memory, &self.rare.last_pages, s);
         let done = nested.execute(&mut self.gprs, next, &l1);
         let entered = matches!(done, Executed::Entered | Executed::EnteredOffering);
         let next = if needs_next_rip(&self.b) {
@@ -203,7 +203,7 @@ impl<B: Backend> Vcpu<B> {
     /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
     #[inline]
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
-        let l1 = Mapped::new(&self.mmu.memory, &self.mmu.last_pages, s);
+        let l1 = Mapped::new(&self.mmu.memory, &self.rare.last_pages, s);
         let claim = self.b.nested_mut()?.claims(&self.gprs, &l1);
         let is_ours = matches!(claim, Ok(Claim::L0 | Claim::Instruction));
         if self.rare.debug.is_in_hardware() || is_ours && self.traps_each() {

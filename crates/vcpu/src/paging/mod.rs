@@ -6,7 +6,7 @@ pub(crate) mod shadow;
 
 use backend::{Backend, PageLog};
 use host::{Arc, KBox};
-use mmu::{LastPages, TableCache, Tables};
+use mmu::{TableCache, Tables};
 use vm::memory::VmMemory;
 
 use crate::nested::paging::Stage;
@@ -24,8 +24,6 @@ pub(crate) struct Mmu {
     pub(crate) stage: Option<KBox<Stage>>,
     /// Pages for TDP tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
-    /// The pages of a guest's hypervisor that were looked at last.
-    pub(crate) last_pages: LastPages,
 }
 
 impl Mmu {

@@ -115,7 +115,7 @@ impl<C: Cpu> Vmx<C> {
         let whole = whole(&self.features, &self.cold.limits);
         match &mut self.nested {
             Some(n) if !n.machine.is_on_or_aside() => {
-                let old = core::mem::replace(&mut n.whole, whole);
+                let old = core::mem::replace(&mut *n.whole, whole);
                 // What the VMM has taken away stays away: these two alone follow from CPUID.
                 n.machine.capabilities.cr4_fixed1 = whole.cr4_fixed1;
                 n.machine.capabilities.follow_secondary(&old, &whole);
@@ -159,7 +159,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // What L1 has checked its VMCS against does not change under it.
         let running = n.machine.is_on_or_aside();
-        let whole = n.whole;
+        let whole = *n.whole;
         n.machine.capabilities.restrict(&whole, index, value, running)?;
         n.machine.touch_all();
         Ok(())

@@ -71,7 +71,7 @@ pub(crate) struct Nested {
     /// What an exit of L2 writes into vmcs01's segments.
     pub(crate) host: HostWords,
     /// The capabilities before the VMM took some away.
-    pub(crate) whole: Capabilities,
+    pub(crate) whole: KBox<Capabilities>,
     /// IA32_FEATURE_CONTROL.
     pub(crate) feature_control: u64,
     /// What is known of vmcs02.
@@ -98,7 +98,7 @@ pub(crate) struct Nested {
     pub(crate) without_tracking: bool,
 }
 
-type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>, ExitTsc);
+type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>, ExitTsc, KBox<Capabilities>);
 
 #[inline(never)]
 fn machine_of(capabilities: &Capabilities, features: &Features) -> Result<KBox<Machine>, NoMemory> {
@@ -116,12 +116,12 @@ impl Nested {
     pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
         // All or none: a guest without one of them is no hypervisor.
         let (machine, vmcs) = (machine_of(whole, features)?, Vmcs::new(features.revision)?);
-        let parts = (machine, vmcs, Shadow::new(features)?, ExitTsc::new()?);
-        KBox::make(|| Self::place(parts, whole))
+        let parts = (machine, vmcs, Shadow::new(features)?, ExitTsc::new()?, KBox::new(*whole)?);
+        KBox::make(|| Self::place(parts))
     }
 
     #[inline(never)]
-    fn place((machine, other, shadow, exit_tsc): Parts, whole: &Capabilities) -> Self {
+    fn place((machine, other, shadow, exit_tsc, whole): Parts) -> Self {
         Self {
             machine,
             other,
@@ -129,7 +129,7 @@ impl Nested {
             set_aside: false,
             has_host: false,
             host: HostWords::NONE,
-            whole: *whole,
+            whole,
             // Zero until firmware, or the VMM, writes it: VMXON is #GP until then, as on a CPU.
             feature_control: 0,
             made: Made::NONE,
