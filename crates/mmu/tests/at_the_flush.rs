@@ -1,17 +1,14 @@
 //! What is so at the moment of a flush: withdrawn already for who comes by then, and no page given back yet.
 
+mod mapped;
 mod section;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{
-    CodeFetch, CodeMode, EptSupport, Format, MapOutcome, Mapping, PagingContext, TableCache, Tdp,
-};
-use host::gup::FrameOf;
+use gannet_mmu::{CodeFetch, CodeMode, EptSupport, Format, PagingContext, Tdp};
 use host::page::Page;
-use host::std_port::test::host_frame;
 use section::section;
 use x86::{Direction, Gfn};
 
@@ -37,19 +34,7 @@ fn formats() -> [Format; 2] {
 /// A tree in which a page is mapped at [`GFN`].
 fn tree(format: Format, page: &Page) -> Tdp<()> {
     let tdp = Tdp::new(format, ()).unwrap();
-    let mapping = Mapping {
-        frame: host_frame(page.hpa().pfn().0, FrameOf::Memory),
-        level: 1,
-        writable: true,
-        host_writable: true,
-        exec: true,
-        fetch: false,
-        refused: 0,
-        fault: Some(Direction::Read),
-    };
-    let mut cache = TableCache::new();
-    cache.top_up(4).unwrap();
-    assert_eq!(tdp.mapper().map(Gfn(GFN), &mapping, &mut cache), MapOutcome::Mapped(1));
+    mapped::map(&tdp, Gfn(GFN), page, Direction::Read);
     tdp
 }
 

@@ -1,16 +1,13 @@
 //! Instruction bytes with interrupts off: hits honour every change that hardware would see.
 
+mod mapped;
 mod section;
 
-use host::gup::FrameOf;
 use std::sync::atomic::Ordering;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{
-    CodeFetch, CodeMode, Format, MapOutcome, Mapping, PagingContext, TableCache, Tdp,
-};
+use gannet_mmu::{CodeFetch, CodeMode, Format, PagingContext, Tdp};
 use host::page::Page;
-use host::std_port::test::host_frame;
 use section::section;
 use x86::{Cr0, Cr4, Direction, Efer, Gfn};
 
@@ -62,20 +59,7 @@ impl Guest {
     }
 
     fn map(&self, gfn: u64, page: u64) {
-        let pfn = self.pages[page as usize].hpa().pfn();
-        let mapping = Mapping {
-            frame: host_frame(pfn.0, FrameOf::Memory),
-            level: 1,
-            writable: true,
-            host_writable: true,
-            exec: true,
-            fetch: false,
-            refused: 0,
-            fault: Some(Direction::Read),
-        };
-        let mut cache = TableCache::new();
-        cache.top_up(4).unwrap();
-        assert_eq!(self.tdp.mapper().map(Gfn(gfn), &mapping, &mut cache), MapOutcome::Mapped(1));
+        mapped::map(&self.tdp, Gfn(gfn), &self.pages[page as usize], Direction::Read);
     }
 
     fn zap(&self, gfn: u64) {

@@ -1,14 +1,13 @@
 //! The pages that were looked at last: known without a walk until they are withdrawn or protected.
 
+mod mapped;
 mod section;
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{EptSupport, Format, LastPages, MapOutcome, Mapping, TableCache, Tdp};
-use host::gup::FrameOf;
+use gannet_mmu::{EptSupport, Format, LastPages, Tdp};
 use host::page::Page;
-use host::std_port::test::host_frame;
 use section::section;
 use x86::{Direction, Gfn, Gpa};
 
@@ -29,19 +28,7 @@ fn map(tdp: &Tdp<()>, value: u64) -> Page {
 fn map_at(tdp: &Tdp<()>, gfn: Gfn, value: u64) -> Page {
     let page = Page::zeroed().unwrap();
     page.table().iter().for_each(|word| word.store(value, Relaxed));
-    let mapping = Mapping {
-        frame: host_frame(page.hpa().pfn().0, FrameOf::Memory),
-        level: 1,
-        writable: true,
-        host_writable: true,
-        exec: true,
-        fetch: false,
-        refused: 0,
-        fault: Some(Direction::Write),
-    };
-    let mut cache = TableCache::new();
-    cache.top_up(4).unwrap();
-    assert_eq!(tdp.mapper().map(gfn, &mapping, &mut cache), MapOutcome::Mapped(1));
+    mapped::map(tdp, gfn, &page, Direction::Write);
     page
 }
 

@@ -389,20 +389,17 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
         // Read before: what is done below may let it in.
         let held = self.smm.latched_init;
-        if matches!(done, Executed::Entered | Executed::EnteredOwing | Executed::EnteredOffering) {
-            self.stats.count(VcpuCount::NestedRun);
-        }
         match done {
-            Executed::Entered => self.cross(),
+            Executed::Entered => self.cross_down(),
             Executed::EnteredOwing => {
-                self.cross();
+                self.cross_down();
                 self.events.outer.set(Outer::NESTED, true);
                 self.pending.raise();
                 // What is owed is given outside, before L2 runs.
                 return Next::Done;
             }
             Executed::EnteredOffering => {
-                self.cross();
+                self.cross_down();
                 self.pending.offered_by_l1 = true;
                 self.pending.raise();
             }
@@ -467,6 +464,13 @@ impl<B: Backend> Vcpu<B> {
         let waits = !self.is_quiet() || self.events.again.is_some();
         self.follow_level();
         self.pending.raise_if(waits);
+    }
+
+    /// L2 runs from now on.
+    #[inline]
+    fn cross_down(&mut self) {
+        self.stats.count(VcpuCount::NestedRun);
+        self.cross();
     }
 
     /// The other level runs from now on, by whatever act.

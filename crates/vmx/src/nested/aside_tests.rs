@@ -100,3 +100,24 @@ fn what_is_read_outside_without_a_note_is_cleared_at_once() {
     assert_eq!((counts.of(cpu::Op::Vmptrld), counts.of(cpu::Op::Vmclear)), (1, 1));
     assert_eq!(active, None);
 }
+
+/// User space sets L2's ES, L1 gets an exit before L2 has run again, on the same CPU or another, and reads the one field: what
+/// waits to be written into vmcs02 is what it reads, and not what the hardware has.
+#[test]
+fn a_field_that_waits_to_be_written_is_what_l1_reads() {
+    for cpu in [0, 1] {
+        let mut r = in_l2();
+        let es = x86::Segment { base: 0x9000, limit: 0xffff, selector: 0, attr: 0xc093 };
+        r.v.set_segment(backend::SegmentName::Es, es);
+        let waiting = backend::Waiting::MonitorTrap;
+        assert_eq!(r.v.exit_to_l1(&mut r.g, &waiting, None, &r.m), Executed::Left);
+        r.come_to(cpu);
+        (r.g.0[1], r.g.0[2]) = (x86::vmcs::field::GUEST_ES_BASE.encoding().into(), 0);
+        r.enter(ExitReason::Vmread, |v| {
+            v.set(x86::vmcs::field::INSTRUCTION_INFO, 1 << 10 | 2 << 3 | 1 << 28);
+        });
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+        assert_eq!(r.g.0[2], 0x9000, "on CPU {cpu}");
+        r.come_to(0);
+    }
+}

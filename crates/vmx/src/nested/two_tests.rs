@@ -48,7 +48,7 @@ fn of(n: u64) -> Vmcs12 {
     v
 }
 
-/// The same with MSRs of its own, so that its entry composes none of them.
+/// VMCS12 `n` of an L2 with MSRs of its own, of which its entry composes none.
 fn with_msrs(n: u64) -> Vmcs12 {
     let mut v = of(n);
     let loads = EntryControls::LOAD_PAT | EntryControls::LOAD_DEBUG | EntryControls::LOAD_EFER;
@@ -59,7 +59,7 @@ fn with_msrs(n: u64) -> Vmcs12 {
     v
 }
 
-/// The same with tables of its own.
+/// VMCS12 `n` of an L2 with tables of its own.
 fn with_ept(n: u64) -> Vmcs12 {
     let mut v = of(n);
     set!(v, PROC_CONTROLS2 = (ProcControls2::VPID | ProcControls2::EPT).bits());
