@@ -552,6 +552,8 @@ stamp_text() {
     printf 'layout %s in %s\n' $layout "$out"
     [ "$1" != qemu ] || printf 'mended 1\n'
     [ "$1" != bochs ] || (cd "$lab_dir/intel" && sha256sum boot.S debug-port.c shim.c)
+    # Built here: another configuration, compiler or way to build is another kernel.
+    [ "$1" != kernel-6.12-debug ] || basename "$(debug_kernel_in_cache)"
     locked "$1"
 }
 

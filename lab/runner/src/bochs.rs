@@ -307,6 +307,13 @@ mod tests {
         }
     }
 
+    /// Debian's kernels have it. The set-up holds every line of the file against the kernel that came of it.
+    #[test]
+    fn the_debug_kernel_lets_the_debug_port_be_written_to() {
+        let config = include_str!("../../debug.config");
+        assert!(config.lines().any(|line| line == "CONFIG_X86_IOPL_IOPERM=y"));
+    }
+
     #[test]
     fn a_machine_that_ended_early_sent_no_files() {
         let mut port = DebugPort::default();
