@@ -1,6 +1,7 @@
 # A Debian 12 of its own in a folder, for tests that want one. Sourced; root.
 #
 #   debian_root FOLDER PACKAGE...   FOLDER/root, with these and what they need, from the mirrors that apt knows here; made once
+#   libvirt_root FOLDER KERNEL      such a one with that kernel, its headers, DKMS, systemd, libvirt with QEMU, and perf
 #   inside COMMAND...               runs there, with no /sys and without the capability to load a module
 
 # inside COMMAND...
@@ -51,7 +52,15 @@ CONF
     : >"$root/var/lib/dpkg/status"
     : >"$root/etc/apt/sources.list"
     mv "$work"/debs/*.deb "$root/debs/"
+    # No service starts here, as in any chroot that is being filled.
+    printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d"
+    chmod 755 "$root/usr/sbin/policy-rc.d"
     inside sh -c 'dpkg --force-all -i /debs/*.deb' >"$work/debian.log" 2>&1 || { tail -n 5 "$work/debian.log"; return 1; }
-    rm -f "$root"/debs/*
+    rm -f "$root"/debs/* "$root/usr/sbin/policy-rc.d"
     touch "$work/root.made"
+}
+
+libvirt_root() {
+    debian_root "$1" '?essential' systemd-sysv udev dbus apt dkms libc6-dev "linux-image-$2" "linux-headers-$2" initramfs-tools kmod iproute2 \
+        linux-perf cpu-checker libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils psmisc
 }
