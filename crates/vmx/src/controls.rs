@@ -126,6 +126,16 @@ impl<C: Cpu> Vmx<C> {
         self.change_proc(ProcControls::MOV_DR, self.cold.debug.exits());
     }
 
+    /// Whether [`intercept_debug_regs`](Self::intercept_debug_regs) would change nothing.
+    #[inline]
+    pub(crate) fn has_debug_regs_as_wanted(&self) -> bool {
+        let exits = ProcControls::from_bits_retain(self.get(fields::PROC_CONTROLS))
+            .contains(ProcControls::MOV_DR);
+        // As `change_proc`: L0's wish, or L1's for L2.
+        let of_l1 = self.cold.of_l1.primary & ProcControls::MOV_DR.bits() != 0;
+        exits == (self.cold.debug.exits() || of_l1)
+    }
+
     /// CR0 bits that the guest owns.
     #[inline(always)]
     pub(crate) fn owned_cr0(&self) -> Cr0 {

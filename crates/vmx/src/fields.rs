@@ -168,6 +168,56 @@ const SEGMENTS: u64 = {
 };
 const _: () = assert!(SEGMENTS.count_ones() == 36);
 
+/// A field whose new values are counted ([`Fields::changes`]).
+#[derive(Debug)]
+pub(crate) struct Counted<W>(Slot<W, ReadWrite>);
+
+macro_rules! counted {
+    ($($width:ty: $($name:ident),*;)*) => {
+        /// As bits of the second group.
+        const COUNTED: u64 = 0 $($(| 1 << ($name.at as usize - GROUP))*)*;
+
+        /// The fields of vmcs01 that L0's part of vmcs02 follows from. By their type it is made from no other.
+        pub(crate) mod counted {
+            use super::{Counted, Natural};
+
+            $($(pub(crate) const $name: Counted<$width> = Counted(super::$name);)*)*
+        }
+    };
+}
+
+counted! {
+    u32: PROC_CONTROLS, PROC_CONTROLS2, EXIT_CONTROLS, ENTRY_CONTROLS, EXCEPTION_BITMAP;
+    Natural: CR0_MASK, CR4_MASK;
+}
+
+impl<W: Width> Counted<W> {
+    /// Its value, by `get`.
+    #[inline(always)]
+    pub(crate) fn read(self, get: impl FnOnce(Slot<W, ReadWrite>) -> W::Value) -> Source<W::Value> {
+        Source(get(self.0))
+    }
+}
+
+/// The value of a [`Counted`] field, which nothing else makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Source<T>(T);
+
+impl<T: Copy> Source<T> {
+    #[inline(always)]
+    pub(crate) fn value(self) -> T {
+        self.0
+    }
+}
+
+impl Source<u32> {
+    /// Without bits of which nothing follows.
+    #[inline(always)]
+    pub(crate) const fn without(self, bits: u32) -> Self {
+        Self(self.0 & !bits)
+    }
+}
+
 /// What is known of a VMCS. It lies behind one pointer, so that two VMCSs change places cheaply.
 #[derive(Debug)]
 pub(crate) struct Fields {
@@ -176,6 +226,8 @@ pub(crate) struct Fields {
     /// It has to be written yet.
     unwritten: [Cell<u64>; 2],
     values: [Cell<u64>; PLACES],
+    /// How often one of [`counted`] got another value, or was read for the first time.
+    changes: Cell<u64>,
     /// Where the VMCS is active, and where it ran.
     pub(crate) cpus: Cpus,
 }
@@ -196,6 +248,7 @@ impl Fields {
             known: [const { Cell::new(0) }; 2],
             unwritten: [const { Cell::new(0) }; 2],
             values: [const { Cell::new(0) }; PLACES],
+            changes: Cell::new(0),
             cpus: Cpus::NONE,
         }
     }
@@ -229,6 +282,16 @@ impl Fields {
         self.values[at].set(raw);
         // Both words are the thread's own: no store here needs an order.
         self.known[group].set(self.known[group].get() | bit);
+        // Here, where every new value comes by: who changes a word need not know that something follows from it.
+        if group == 1 && bit & COUNTED != 0 {
+            self.changes.set(self.changes.get().wrapping_add(1));
+        }
+    }
+
+    /// How often a field that L0's part of vmcs02 follows from has got another value: while it is the same, so are they.
+    #[inline(always)]
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.get()
     }
 
     /// Keeps a new value.
@@ -323,6 +386,30 @@ mod tests {
         fields.learn(PROC_CONTROLS, 6);
         fields.forget();
         assert_eq!((fields.get(GUEST_RIP), fields.get(PROC_CONTROLS)), (None, Some(6)));
+    }
+
+    #[test]
+    fn each_new_value_of_a_counted_field_is_a_change_and_no_other() {
+        let fields = Fields::new();
+        let words =
+            [PROC_CONTROLS, PROC_CONTROLS2, EXIT_CONTROLS, ENTRY_CONTROLS, EXCEPTION_BITMAP];
+        for (at, slot) in words.into_iter().enumerate() {
+            let before = fields.changes();
+            let _ = fields.set(slot, 7);
+            assert_eq!(fields.changes(), before + 1, "set: {at}");
+            let _ = fields.set(slot, 7);
+            assert_eq!(fields.changes(), before + 1, "the same: {at}");
+            fields.learn(slot, 8);
+            assert_eq!(fields.changes(), before + 2, "read: {at}");
+        }
+        for (at, slot) in [CR0_MASK, CR4_MASK].into_iter().enumerate() {
+            let before = fields.changes();
+            let _ = fields.set(slot, 7);
+            assert_eq!(fields.changes(), before + 1, "mask: {at}");
+        }
+        let before = fields.changes();
+        let _ = (fields.set(GUEST_RIP, 1), fields.set(TSC_OFFSET, 1), fields.set(HOST_CR3, 1));
+        assert_eq!(fields.changes(), before);
     }
 
     #[test]

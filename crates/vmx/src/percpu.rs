@@ -28,6 +28,8 @@ const VPIDS: u32 = 1 << 16;
 /// One physical CPU.
 #[derive(Debug)]
 pub struct PerCpu {
+    /// Its number.
+    at: usize,
     region: Page,
     /// The CPU is in VMX operation, by VMXON and not only by CR4.VMXE, which is set before and cleared behind it.
     on: AtomicBool,
@@ -57,7 +59,7 @@ struct Machine {
 static MACHINE: Once<Machine> = Once::new();
 
 impl PerCpu {
-    fn new(revision: u32) -> Result<Self, NoMemory> {
+    fn new(at: usize, revision: u32) -> Result<Self, NoMemory> {
         // Zeroed: bit 31, which marks a shadow VMCS, is no bit of a VMXON region.
         let region = Page::zeroed()?;
         // The CPU recognises the region by its first four bytes.
@@ -65,6 +67,7 @@ impl PerCpu {
             first.store(u64::from(revision), Relaxed);
         }
         Ok(Self {
+            at,
             region,
             on: AtomicBool::new(false),
             // 1, so that a VMCS of generation 0 is active nowhere.
@@ -77,6 +80,12 @@ impl PerCpu {
             constants: [const { AtomicU64::new(0) }; 9],
             user_return: UserReturn::new(),
         })
+    }
+
+    /// The number of the CPU.
+    #[inline]
+    pub fn number(&self) -> usize {
+        self.at
     }
 
     /// The generation of VMX operation: a VMCS that became active in another is active no more.
@@ -225,8 +234,8 @@ pub fn set_up(features: Features, cpus: usize) -> Result<(), NoMemory> {
     let mut table = alloc::vec::Vec::new();
     // No vCPU can be made yet: a failure leaves nothing behind.
     table.try_reserve_exact(cpus).map_err(|_| NoMemory)?;
-    for _ in 0..cpus {
-        table.push(PerCpu::new(features.revision)?);
+    for at in 0..cpus {
+        table.push(PerCpu::new(at, features.revision)?);
     }
     MACHINE.set(Machine { features, cpus: table })
 }
@@ -323,7 +332,7 @@ mod tests {
 
     #[test]
     fn vpids_run_out_into_a_new_generation_with_a_flush() {
-        let cpu = PerCpu::new(4).unwrap();
+        let cpu = PerCpu::new(0, 4).unwrap();
         let mut last = cpu.new_vpid();
         assert_eq!(last, (1, 1, false));
         for n in 2..=0xffff {
@@ -338,7 +347,7 @@ mod tests {
 
     #[test]
     fn the_first_vpid_after_enabling_flushes_what_others_left() {
-        let cpu = PerCpu::new(4).unwrap();
+        let cpu = PerCpu::new(0, 4).unwrap();
         assert_eq!(cpu.new_vpid(), (1, 1, false));
         cpu.renew_vpids(VPIDS);
         let (vpid, generation, all) = cpu.new_vpid();
@@ -348,7 +357,7 @@ mod tests {
 
     #[test]
     fn the_region_begins_with_the_revision() {
-        let cpu = PerCpu::new(0x1234).unwrap();
+        let cpu = PerCpu::new(0, 0x1234).unwrap();
         assert_eq!(cpu.region.table()[0].load(Relaxed), 0x1234);
     }
 
@@ -371,7 +380,7 @@ mod tests {
             pat: 7,
             efer: 8,
         };
-        let cpu = PerCpu::new(4).unwrap();
+        let cpu = PerCpu::new(0, 4).unwrap();
         constants.store(&cpu.constants);
         assert_eq!(cpu.constants(), constants);
     }
@@ -407,7 +416,7 @@ mod tests {
     #[test]
     fn going_offline_clears_every_active_vmcs_once() {
         let c = model(OPEN);
-        let cpu = PerCpu::new(4).unwrap();
+        let cpu = PerCpu::new(0, 4).unwrap();
         assert!(c.vmxon(cpu.region.hpa()));
         cpu.on.store(true, Relaxed);
         for n in 1..=ACTIVE as u64 {

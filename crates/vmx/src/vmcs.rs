@@ -398,7 +398,9 @@ impl Vmcs {
 
     #[inline(never)]
     fn switch_to<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
-        let at = smp::cpu_id();
+        // A word that is at hand, in place of a call of the kernel's.
+        let at = here.number();
+        debug_assert_eq!(at, smp::cpu_id());
         let vmcs = self.page.hpa();
         if self.fields.cpus.active_on.get() != Some(at)
             || self.fields.cpus.active_in.get() != here.generation()

@@ -1,8 +1,11 @@
 //! What a saved state, or system-management mode, puts aside of L1 and of L2.
 
-use backend::{ControlRegisters, Nested as _, NestedState as _, Permissions as _, Registers as _};
-use x86::vmcs::ProcControls2;
+use backend::{
+    ControlRegisters, Injection as _, Nested as _, NestedState as _, Permissions as _,
+    Registers as _,
+};
 use x86::vmcs::capability::{VMX_CR4_FIXED1, VMX_PROCBASED_CTLS2};
+use x86::vmcs::{ProcControls, ProcControls2};
 use x86::{Cr4, Efer, Rflags};
 
 use super::round_trip_tests::{Rig, good};
@@ -120,4 +123,29 @@ fn a_field_that_waits_to_be_written_is_what_l1_reads() {
         assert_eq!(r.g.0[2], 0x9000, "on CPU {cpu}");
         r.come_to(0);
     }
+}
+
+/// An NMI waits for the end of STI's shadow at the interrupt window, while L1 reads what its L2 has left: that an interrupt which
+/// was offered is taken closes no window that the NMI needs.
+#[test]
+fn an_nmi_behind_sti_keeps_its_window_while_l1_reads_a_field() {
+    let mut r = in_l2();
+    let es = x86::Segment { base: 0x9000, limit: 0xffff, selector: 0, attr: 0xc093 };
+    r.v.set_segment(backend::SegmentName::Es, es);
+    assert_eq!(
+        r.v.exit_to_l1(&mut r.g, &backend::Waiting::MonitorTrap, None, &r.m),
+        Executed::Left
+    );
+    r.come_to(0);
+    (r.g.0[1], r.g.0[2]) = (x86::vmcs::field::GUEST_ES_BASE.encoding().into(), 0);
+    r.enter(ExitReason::Vmread, |v| {
+        v.set(x86::vmcs::field::INSTRUCTION_INFO, 1 << 10 | 2 << 3 | 1 << 28);
+        v.set(x86::vmcs::field::GUEST_INTERRUPTIBILITY, x86::vmcs::interruptibility::STI);
+    });
+    let _ = r.v.set_nmi_window();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+    assert_eq!(r.g.0[2], 0x9000);
+    r.v.open_window(false);
+    let word = ProcControls::from_bits_retain(r.v.get(fields::PROC_CONTROLS));
+    assert!(word.contains(ProcControls::INTERRUPT_WINDOW));
 }

@@ -26,10 +26,11 @@ use super::{
     access::{Blind, Block, Memory},
     kept::{Nested, OfL1},
     list::By,
-    seconds::Sources,
+    seconds::{Seen, Sources},
 };
 use crate::{
-    fields, mitigations,
+    fields::{self, counted},
+    mitigations,
     passed::{Map, PASSED, Passed},
     permission::LISTED,
     state::{Vmx, attention},
@@ -64,15 +65,16 @@ impl<C: Cpu> Vmx<C> {
         Sources {
             // They are opened for what waits for L1, and not for L2.
             // A window of L1's own is in VMCS12, and is composed from there.
-            primary: self.get(fields::PROC_CONTROLS) & !WINDOWS.bits(),
-            secondary: self.get(fields::PROC_CONTROLS2)
+            primary: counted::PROC_CONTROLS.read(|slot| self.get(slot)).without(WINDOWS.bits()),
+            secondary: counted::PROC_CONTROLS2
+                .read(|slot| self.get(slot))
                 // L2's VMREAD and VMWRITE always exit: the shadow VMCS is L1's.
-                & !ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits(),
-            exit: self.get(fields::EXIT_CONTROLS),
-            entry: self.get(fields::ENTRY_CONTROLS),
-            exceptions: self.get(fields::EXCEPTION_BITMAP),
-            cr0_mask: self.get(fields::CR0_MASK),
-            cr4_mask: self.get(fields::CR4_MASK),
+                .without(ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits()),
+            exit: counted::EXIT_CONTROLS.read(|slot| self.get(slot)),
+            entry: counted::ENTRY_CONTROLS.read(|slot| self.get(slot)),
+            exceptions: counted::EXCEPTION_BITMAP.read(|slot| self.get(slot)),
+            cr0_mask: counted::CR0_MASK.read(|slot| self.get(slot)),
+            cr4_mask: counted::CR4_MASK.read(|slot| self.get(slot)),
             // The offset and the ratio by L0's own words: the field of vmcs01 has the same, but would be a VMREAD.
             tsc_offset: self.tsc_offset,
             tsc_ratio: self.tsc_ratio,
@@ -88,18 +90,18 @@ impl<C: Cpu> Vmx<C> {
         L0 {
             // The base word, and not vmcs01's: the pin controls never change.
             pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
-            primary: ProcControls::from_bits_retain(s.primary),
-            secondary: ProcControls2::from_bits_retain(s.secondary),
-            exit: ExitControls::from_bits_retain(s.exit),
-            entry: EntryControls::from_bits_retain(s.entry),
-            exceptions: s.exceptions,
+            primary: ProcControls::from_bits_retain(s.primary.value()),
+            secondary: ProcControls2::from_bits_retain(s.secondary.value()),
+            exit: ExitControls::from_bits_retain(s.exit.value()),
+            entry: EntryControls::from_bits_retain(s.entry.value()),
+            exceptions: s.exceptions.value(),
             // With EPT a page fault is L2's own, or L1's.
             page_faults: false,
             // VMX fixes the two to 1, but not for a guest that may run without them.
             cr0_ones: ((self.features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
-            cr0_mask: s.cr0_mask,
+            cr0_mask: s.cr0_mask.value(),
             cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
-            cr4_mask: s.cr4_mask,
+            cr4_mask: s.cr4_mask.value(),
             tsc: self.tsc_of_l1(),
             // The longest time: whoever watches a deadline sets another.
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
@@ -127,16 +129,44 @@ impl<C: Cpu> Vmx<C> {
         time::Tsc { multiplier, offset: self.tsc_offset }
     }
 
-    /// Makes the groups dirty that follow from a word of L0's that is another than at the entry before.
+    /// By what an entry sees that the sources are as they were. vmcs01 is the vCPU's.
     #[inline]
-    fn note_l0(&self, n: &mut Nested) {
+    fn seen(&self, n: &Nested) -> Seen {
+        Seen {
+            changes: self.vmcs.fields.changes(),
+            watching: self.watching_controls(),
+            // Not a field of vmcs01's.
+            vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
+            tsc_offset: self.tsc_offset,
+            tsc_ratio: self.tsc_ratio,
+        }
+    }
+
+    /// One of the words may be another than at the entry before.
+    #[cold]
+    #[inline(never)]
+    fn look_at_sources(&self, n: &mut Nested, seen: Seen) {
         let now = self.sources(n);
-        // A dozen words compared, in place of composing what follows from them.
-        // By value: who changes a word of L0's need not know that there is an L2.
+        // By value: most changes are windows that come and go.
+        // Who changes a word of L0's need not know that there is an L2.
         if n.made.sources.get() != Some(now) {
             n.made.sources.set(Some(now));
             n.made.l0 = self.l0_part(n, &now);
             n.machine.touch(of_l0());
+        }
+        // Behind the reads, of which a first one counts as a change.
+        n.made.seen.set(Some(Seen { changes: self.vmcs.fields.changes(), ..seen }));
+    }
+
+    /// Makes the groups dirty that follow from a word of L0's that is another than at the entry before.
+    #[inline]
+    fn note_l0(&self, n: &mut Nested) {
+        let now = self.seen(n);
+        // Five words compared, in place of a dozen and of composing what follows from them.
+        if n.made.seen.get() == Some(now) {
+            debug_assert_eq!(n.made.sources.get(), Some(self.sources(n)));
+        } else {
+            self.look_at_sources(n, now);
         }
         // By value as well: L1 changes it without telling, and L2 has it where its entry does not load another.
         n.machine.note_l1_efer(self.efer.bits());
@@ -526,8 +556,18 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// CR4 and EFER are those of the other level.
+    #[inline]
     pub(super) fn after_level_change(&mut self, cr4: Cr4, efer: Efer) {
         // Only what differs is done: both levels are most often in one mode, with one set of features.
+        let same = !(cr4 ^ self.cr4).contains(Cr4::OSXSAVE) && efer == self.efer;
+        if !(same && self.has_debug_regs_as_wanted()) {
+            self.follow_level_change(cr4, efer);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn follow_level_change(&mut self, cr4: Cr4, efer: Efer) {
         if (cr4 ^ self.cr4).contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }

@@ -8,9 +8,9 @@ use core::cell::Cell;
 
 use host::{KBox, NoMemory};
 use nested_vmx::{machine::Composed, merge};
-use x86::{Cr0, Cr4, Gpa};
+use x86::{Cr0, Cr4, Gpa, vmcs::ProcControls2};
 
-use crate::{passed::Map, vmcs::Vmcs};
+use crate::{fields::Source, passed::Map, vmcs::Vmcs};
 
 /// So many lie beside the one that L2 is entered with.
 const BESIDE: usize = 3;
@@ -18,14 +18,26 @@ const BESIDE: usize = 3;
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sources {
-    pub(crate) primary: u32,
-    pub(crate) secondary: u32,
-    pub(crate) exit: u32,
-    pub(crate) entry: u32,
-    pub(crate) exceptions: u32,
+    pub(crate) primary: Source<u32>,
+    pub(crate) secondary: Source<u32>,
+    pub(crate) exit: Source<u32>,
+    pub(crate) entry: Source<u32>,
+    pub(crate) exceptions: Source<u32>,
     pub(crate) vpid: u16,
-    pub(crate) cr0_mask: u64,
-    pub(crate) cr4_mask: u64,
+    pub(crate) cr0_mask: Source<u64>,
+    pub(crate) cr4_mask: Source<u64>,
+    pub(crate) tsc_offset: u64,
+    pub(crate) tsc_ratio: u64,
+}
+
+/// By what an entry sees that the words are as they were, with no look at each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// [`Fields::changes`](crate::fields::Fields::changes) of vmcs01.
+    pub(crate) changes: u64,
+    /// The controls of vmcs01 that say nothing of L2: which these are changes without a field that does.
+    pub(crate) watching: ProcControls2,
+    pub(crate) vpid: u16,
     pub(crate) tsc_offset: u64,
     pub(crate) tsc_ratio: u64,
 }
@@ -37,6 +49,8 @@ pub(crate) struct Made {
     pub(crate) l0: merge::L0,
     /// What that was made from. `None`: it was not.
     pub(crate) sources: Cell<Option<Sources>>,
+    /// By what an entry saw last that its sources are those. `None`: they have to be looked at.
+    pub(crate) seen: Cell<Option<Seen>>,
     /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that its own stood for last. No two of a vCPU's stand for one: what L2 flushes under it is flushed.
@@ -56,6 +70,7 @@ impl Made {
     pub(crate) const NONE: Self = Self {
         l0: merge::L0::NONE,
         sources: Cell::new(None),
+        seen: Cell::new(None),
         kept_by_l0: None,
         last_vpid: 0,
         map: Map::Unknown,

@@ -77,6 +77,7 @@ impl<C: Cpu> Vmx<C> {
         {
             // vmcs02 was changed too: it is not what the words of its entry made it.
             n.made.sources.set(None);
+            n.made.seen.set(None);
             change(&self.cpu, &n.other);
         }
     }
@@ -160,6 +161,8 @@ impl<C: Cpu> Vmx<C> {
         // What was set aside for the shadow VMCS is loaded first: the exchange is between two that are.
         self.bring_back(n);
         let looks_in = self.vmcs.is_loaded();
+        // L1's NMI waits behind its STI: an exchange is most often a change of level, where nothing of that is left.
+        let nmi_behind_sti = self.nmi_behind_sti;
         if looks_in {
             self.exchange(n);
         }
@@ -174,6 +177,7 @@ impl<C: Cpu> Vmx<C> {
             // Back: L1 is what runs.
             self.exchange(n);
         }
+        self.nmi_behind_sti = nmi_behind_sti;
     }
 
     /// L1's VMREAD or VMWRITE asks for what the last exit of L2 left in vmcs02: the field `one`, or all of `groups`.
