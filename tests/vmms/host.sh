@@ -44,6 +44,9 @@ leave() {
 }
 moved_in() { serial 'guest: ' "${1:-120}" && ! grep -q 'GUEST-USERSPACE' $work/serial && right || { echo "WRONG: $why"; tail -n 20 $work/serial $work/stderr; return 1; }; }
 
+# Where libvirt moves it, some of these are others.
+[ ! -e /vmm/libvirt-guest.sh ] || . /vmm/libvirt-guest.sh
+
 stty -F /dev/ttyS1 raw -echo
 exec 8<>/dev/ttyS1
 in_l2=0 stops=0

@@ -2,20 +2,24 @@
 # migrate.sh [linux|l2]: two emulated AMD hosts on a wire, between which QEMU moves a running guest, back and forth, from stock KVM to Gannet and
 # back, and between two of the same. `linux` has two CPUs, computes, writes to a disk that both hosts reach, sends packets and watches its clocks; `l2` is
 # a hypervisor with Debian's own KVM, whose guest counts and looks after its memory. Prints a table. ROUNDS=25 is how often it goes each way.
+# With BY=libvirt both hosts are Debian 12 with libvirt and its QEMU (libvirt-root.sh), and `virsh migrate --live` moves `linux`.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$(dirname "$here")")
 lab=$root/target/lab
 folder=${FOLDER:-$root/target/vmms}/wire
 rounds=${ROUNDS:-25}
+by=${BY:-qemu} kinds="linux l2"
+[ $by = qemu ] || kinds=linux
 rm -rf "$folder"
 mkdir -p "$folder"
 FOLDER=$folder sh "$here/gather.sh" "$folder/tree"
 cp "$here/host.sh" "$folder/tree/vmm/"
+[ $by = qemu ] || bash "$here/libvirt-root.sh" "$folder" || exit 1
 pack() { (cd "$1" && find . | "$lab/busybox/bin/busybox" cpio -o -H newc 2>/dev/null); }
 
-# up HOST MODULE: host 1 or 2 runs, with that module, and answers.
-up() {
+# image HOST: what the host boots from, where QEMU moves the guest.
+image() {
     local host=$1 beside=$folder/beside-$1
     mkdir -p "$beside/bin" "$beside/proc" "$beside/sys" "$beside/dev" "$beside/tmp" "$beside/modules"
     cp "$lab/busybox/bin/busybox" "$beside/bin/"
@@ -35,6 +39,18 @@ number=$host PATIENCE=${PATIENCE:-5}
 INIT
     chmod +x "$beside/init"
     { pack "$folder/tree"; pack "$beside"; } >"$folder/image-$host"
+}
+
+# up HOST: host 1 or 2 runs and answers.
+up() {
+    local host=$1 append boot
+    if [ $by = libvirt ]; then
+        boot=(-kernel "$folder/vmlinuz" -initrd "$folder/initrd" -drive "file=$folder/system,format=raw,if=none,id=s,snapshot=on" -device virtio-blk-pci,drive=s)
+        append="root=/dev/vda rw init=/vmm/libvirt-host.sh host=$host net.ifnames=0"
+    else
+        image "$host"
+        boot=(-kernel "$lab/kernel/6.12/vmlinux" -initrd "$folder/image-$host")
+    fi
     rm -f "$folder/control-$host".* "$folder/monitor-$host".*
     mkfifo "$folder/control-$host".{in,out} "$folder/monitor-$host".{in,out}
     # The emulator loses a wake-up now and then; a key that means nothing wakes the machine.
@@ -47,11 +63,10 @@ INIT
     "$lab/bin/qemu" -accel tcg,thread=single -machine q35 -cpu EPYC,+svm,+npt,+x2apic -m 1024 -smp 1 -nodefaults -no-user-config -display none \
         -serial "file:$folder/console-$host" -chardev "pipe,id=c,path=$folder/control-$host" -serial chardev:c -no-reboot \
         -chardev "pipe,id=m,path=$folder/monitor-$host" -mon chardev=m,mode=readline \
-        -netdev "$wire" -device "virtio-net-pci,netdev=w,mac=52:54:00:00:00:0$host,romfile=" \
+        "${boot[@]}" -netdev "$wire" -device "virtio-net-pci,netdev=w,mac=52:54:00:00:00:0$host,romfile=" \
         -drive "file=$folder/disk,format=raw,if=none,id=d,file.locking=off" -device virtio-blk-pci,drive=d,share-rw=on \
-        -kernel "$lab/kernel/6.12/vmlinux" -initrd "$folder/image-$host" \
         -append "console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable nokaslr panic=-1 random.trust_cpu=on \
-        tsc_early_khz=$khz" </dev/null >"$folder/emulator-$host" 2>&1 &
+        tsc_early_khz=$khz ${append:-}" </dev/null >"$folder/emulator-$host" 2>&1 &
     pids+=($!)
     case $host in
         1) exec 3<>"$folder/control-1.in" 4<>"$folder/control-1.out" ;;
@@ -90,10 +105,11 @@ chain() {
     rm -f "$folder"/downtime.* "$folder"/in_l2.*
     up 1 && up 2 || return 1
     on 1 "under ${modules[1]}" && on 2 "under ${modules[2]}" && on 1 listen || return 1
+    [ $by = qemu ] || { on 1 daemon && on 2 daemon; } || return 1
     on 1 "guest $kind" || return 1
     on 1 "serial 'guest: (clocks|tick) 5' 240" || { on 1 'cat $work/serial'; return 1; }
     for move in $(seq "$moves"); do
-        on $there "guest $kind -incoming tcp:0:4444; monitor 'info status'; answer inmigrate 60" || return 1
+        [ $by = libvirt ] || on $there "guest $kind -incoming tcp:0:4444; monitor 'info status'; answer inmigrate 60" || return 1
         on $here "leave 10.0.0.$there" >"$folder/leave" || { cat "$folder/leave"; on $there 'cat $work/stderr'; return 1; }
         pair=${modules[here]}-${modules[there]}
         tr -d ' ' <"$folder/leave" | sed -n 's/^downtime:\([0-9]*\)ms.*/\1/p' | tail -n 1 >>"$folder/downtime.$pair"
@@ -160,12 +176,12 @@ khz=$(awk '/^cpu MHz/ {printf "%d", $4 * 1000; exit}' /proc/cpuinfo)
 failed=0
 echo '| guest | pair | rounds | downtime in ms: least / median / most | checked |'
 echo '|---|---|---:|---|---|'
-for kind in ${*:-linux l2}; do
+for kind in ${*:-$kinds}; do
     for pair in ${PAIRS:-stock-stock gannet-gannet stock-gannet}; do
         moves=$rounds
         [ "${pair%-*}" = "${pair#*-}" ] || moves=$((2 * rounds))
         if chain $kind "${pair%-*}" "${pair#*-}" $moves >"$folder/said" 2>&1; then
-            for file in "$folder"/downtime.*; do echo "| $kind | ${file##*.} | $(spread <"$file") | $(checked $kind) |"; done
+            for file in "$folder"/downtime.*; do echo "| $kind, by $by | ${file##*.} | $(spread <"$file") | $(checked $kind) |"; done
         else
             failed=$((failed + 1))
             echo "not ok $kind $pair: $(tail -n 40 "$folder/said")"
