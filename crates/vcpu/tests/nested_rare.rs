@@ -62,6 +62,22 @@ fn what_l1_injects_into_an_l2_that_the_cpu_refuses_stays_in_its_block() {
     assert_eq!((machine.get(EXITINTINFO), machine.get(EVENTINJ)), (0, INTERRUPT));
 }
 
+/// A signal comes between VMRUN, which is carried out outside of the loop, and the entry: the event goes in at the next KVM_RUN.
+#[test]
+fn what_l1_injects_goes_in_behind_a_signal_that_kept_the_entry_back() {
+    let mut machine = intercepting(0);
+    machine.put(EVENTINJ, INTERRUPT);
+    machine.then(|vmcb, gprs| {
+        surroundings::set_signal_pending(true);
+        rig::nested::vmrun(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    machine.vcpu.backend().cpu().inner().injects(INTERRUPT);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
 #[test]
 fn what_l2_has_taken_before_is_not_given_back_by_a_refusal() {
     let mut machine = intercepting(0);

@@ -298,6 +298,8 @@ impl<B: Backend> Vcpu<B> {
                 if task::handle_work().is_err() {
                     // User space may save the state now, and what is prepared for an entry is no part of it.
                     self.events.take_back_injection(&mut self.b);
+                    // VMRUN prepares its event without a look for others, and what is taken back is looked for.
+                    self.pending.raise();
                     return Err(UserExit::Intr.into());
                 }
                 Ok(())
