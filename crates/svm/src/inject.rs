@@ -12,6 +12,7 @@ use x86::{
 
 use crate::{
     l2::Injected,
+    nested::is_by_instruction,
     state::{Step, Svm, Virq},
 };
 
@@ -139,6 +140,31 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> Svm<C> {
+    /// L2 is to take `event`. If it is what L1 injected, what repeats it is known by the place of now, and the CPU pushes the
+    /// place that L1 means.
+    #[cold]
+    #[inline(never)]
+    fn note_injection(&mut self, event: u64) {
+        let rip = self.vmcb().save.rip;
+        let Some(state) = &mut self.nested else { return };
+        let entry_pending = state.entry_pending;
+        let Some(of_l1) = &mut state.injected else { return };
+        // With a saved state comes no RIP: the VMM sets it, before the state or behind it.
+        if of_l1.rip.is_none() || entry_pending {
+            of_l1.rip = Some(rip);
+        }
+        if !of_l1.is(event) || !is_by_instruction(event) {
+            return;
+        }
+        // An L1 that is not told of the field has RIP itself behind the instruction, as `merge::enter` has it.
+        if !self.cold.offered.nrip_save {
+            of_l1.next_rip = rip;
+        }
+        // Block 02 has that of an exit, or of nothing yet behind a restored state.
+        let next_rip = of_l1.next_rip;
+        self.vmcb_mut(Clean::empty()).control.next_rip = next_rip;
+    }
+
     /// What a debug exception leaves in DR6 and DR7.
     pub(crate) fn after_debug_exception(&mut self, bits: u64) {
         let save = &mut self.vmcb_mut(Clean::DR).save;
@@ -167,13 +193,10 @@ impl<C: Cpu> Injection for Svm<C> {
         {
             self.after_debug_exception(bits);
         }
-        // Of the moment of the injection: what repeats it is known by the same place.
-        let rip = self.vmcb().save.rip;
-        // The first injection of a restored one tells at which RIP it is.
-        if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.injected.as_mut()) {
-            of_l1.rip.get_or_insert(rip);
-        }
         let mut bits = encode(event);
+        if self.level == Level::L2 {
+            self.note_injection(bits);
+        }
         // Nothing pushes an error code in real mode.
         if self.vmcb().save.cr0 & Cr0::PE.bits() == 0 {
             bits &= u64::from(u32::MAX) & !event::ERROR_VALID;

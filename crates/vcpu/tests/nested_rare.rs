@@ -4,7 +4,10 @@
 mod rig;
 
 use backend::{Gprs, RDX};
-use gannet_vcpu::{UserExit, state::registers::GivenEvents};
+use gannet_vcpu::{
+    UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use host::std_port::test as surroundings;
 use rig::exit;
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L1_ROOT, L2_RIP};
@@ -249,39 +252,91 @@ fn fault(gpa: u64, event: u64) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'sta
     }
 }
 
+/// L1 with an L2 into which it injects INT n. `nrips`: its CPUID offers NRIPS; else L1 has RIP behind the instruction, and what lies
+/// in the field means nothing. Comes with where the instruction ends.
+fn injecting_int(nrips: bool) -> (Hypervisor, u64) {
+    let mut machine = intercepting(0);
+    let mut cpuid = rig::nested::offered().cpuid.entries().to_vec();
+    for entry in cpuid.iter_mut().filter(|entry| entry.leaf == 0x8000_000a && !nrips) {
+        entry.edx &= !(1 << 3);
+    }
+    machine.vcpu.set_cpuid(&cpuid).unwrap();
+    machine.put(EVENTINJ, INT);
+    machine.put(BLOCK + 0xc8, if nrips { L2_RIP + 2 } else { 0x1234 });
+    (machine, if nrips { L2_RIP + 2 } else { L2_RIP })
+}
+
+/// The event goes in, is interrupted in its delivery and goes in again, with the same return address.
+fn takes_int_twice(machine: &mut Hypervisor, end: u64) {
+    machine.vcpu.backend().cpu().inner().injects(INT);
+    machine.then(move |vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, end), "the first time");
+        fault(0xa000, INT)(vmcb, gprs);
+    });
+    machine.vcpu.backend().cpu().inner().injects(INT);
+    machine.then(move |vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, end));
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
 /// INT n that L1 injects is interrupted in its delivery, and the state is saved and restored behind a signal. Interrupted
 /// once more it is injected again, for no instruction stands for it.
 #[test]
 fn an_int_of_l1s_on_its_way_is_l1s_behind_a_restore() {
-    let mut machine = intercepting(0);
-    machine.put(EVENTINJ, INT);
-    machine.put(BLOCK + 0xc8, L2_RIP + 2);
-    machine.vmrun();
-    machine.then(|vmcb, gprs| {
-        // Before the next entry a signal comes.
-        surroundings::set_signal_pending(true);
-        fault(0x5000, INT)(vmcb, gprs);
-    });
-    assert_eq!(machine.run(), UserExit::Intr);
-    surroundings::set_signal_pending(false);
-    let (events, regs, sregs) =
-        (machine.vcpu.saved_events(), machine.vcpu.regs(), machine.vcpu.sregs());
-    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
-    machine.vcpu.nested_state(&mut state).unwrap();
-    assert_eq!((events.interrupt, events.interrupt_soft), (Some(Vector(0x80)), true));
-    let mut other = intercepting(0);
-    other.vcpu.set_sregs(&sregs, None).unwrap();
-    other.vcpu.set_nested_state(&state).unwrap();
-    other.vcpu.set_regs(&regs);
-    other.vcpu.restore_events(&events, GivenEvents::default());
-    for machine in [&mut other, &mut machine] {
-        machine.vcpu.backend().cpu().inner().injects(INT);
-        machine.then(fault(0xa000, INT));
-        machine.vcpu.backend().cpu().inner().injects(INT);
-        machine.then(|vmcb, gprs| {
-            assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, L2_RIP + 2));
-            exit(ExitCode::Hlt)(vmcb, gprs);
+    for (nrips, entered) in [(true, true), (true, false), (false, true), (false, false)] {
+        let (mut machine, end) = injecting_int(nrips);
+        // Before the entry a signal comes, or before the one behind a fault.
+        machine.then(move |vmcb, gprs| {
+            surroundings::set_signal_pending(!entered);
+            rig::nested::vmrun(vmcb, gprs);
         });
-        assert_eq!(machine.run(), UserExit::Hlt);
+        if entered {
+            machine.then(|vmcb, gprs| {
+                surroundings::set_signal_pending(true);
+                fault(0x5000, INT)(vmcb, gprs);
+            });
+        }
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        let (events, regs, sregs) =
+            (machine.vcpu.saved_events(), machine.vcpu.regs(), machine.vcpu.sregs());
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        assert_eq!((events.interrupt, events.interrupt_soft), (Some(Vector(0x80)), true));
+        let (mut other, _) = injecting_int(nrips);
+        other.vcpu.set_sregs(&sregs, None).unwrap();
+        other.vcpu.set_nested_state(&state).unwrap();
+        other.vcpu.set_regs(&regs);
+        other.vcpu.restore_events(&events, GivenEvents::default());
+        for machine in [&mut other, &mut machine] {
+            takes_int_twice(machine, end);
+        }
+    }
+}
+
+/// A state as stock KVM saves it before the entry: EVENTINJ is valid, and the event is among the vCPU's, too. RIP comes behind it.
+#[test]
+fn an_int_of_l1s_goes_in_at_the_rip_that_comes_behind_its_state() {
+    for (nrips, state_first) in [(true, true), (true, false), (false, true), (false, false)] {
+        let (mut machine, end) = injecting_int(nrips);
+        machine.stop_in_l2();
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        state[0] |= 2;
+        state[128 + 0xa8..][..8].copy_from_slice(&INT.to_le_bytes());
+        if nrips {
+            state[128 + 0xc8..][..8].copy_from_slice(&end.to_le_bytes());
+        }
+        let (sregs, mut regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
+        regs.rip = L2_RIP;
+        let int = Some(Vector(0x80));
+        let events = SavedEvents { interrupt: int, interrupt_soft: true, ..SavedEvents::default() };
+        let (mut other, _) = injecting_int(nrips);
+        other.vcpu.set_sregs(&sregs, None).unwrap();
+        rig::restore(&mut other.vcpu, &state, &events, state_first);
+        other.vcpu.set_regs(&regs);
+        takes_int_twice(&mut other, end);
     }
 }

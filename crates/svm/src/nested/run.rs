@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Whether EVENTINJ holds an event that an instruction makes: INT n, INT3, INTO.
-pub(super) fn is_by_instruction(event_inj: u64) -> bool {
+pub(crate) fn is_by_instruction(event_inj: u64) -> bool {
     let kind = event_inj & (event::VALID | event::TYPE);
     kind == event::VALID | event::SOFT
         || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
