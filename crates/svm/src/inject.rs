@@ -4,6 +4,7 @@
 
 use backend::{Absent, Chosen, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
+use nested_svm::reflect;
 use x86::{
     Cr0, Dr6, Dr7, Exception, Rflags, Vector,
     exception::vector,
@@ -115,14 +116,16 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// Whether an NMI that the running guest takes is one that L1 injects into L2. VMRUN masks none with it, and L1 looks for
-    /// the IRET by itself. With virtual NMIs the CPU masks also that one.
+    /// the IRET by itself. With virtual NMIs in L2's block the CPU masks also that one.
     fn nmi_is_l1s_for_l2(&self) -> bool {
-        !self.features.vnmi
-            && self.level == Level::L2
+        if self.features.vnmi {
+            return self.l2_has_no_nmi_mask();
+        }
+        self.level == Level::L2
             && self.nested.as_ref().is_some_and(|state| {
                 // Of an L1 that intercepts NMIs, whatever a restored state tells of the one on its way.
                 state.injected.is_some_and(Injected::is_nmi)
-                    || nested_svm::reflect::intercepts(state.v12.control(), ExitCode::Nmi)
+                    || reflect::intercepts(state.v12.control(), ExitCode::Nmi)
             })
     }
 
@@ -321,15 +324,15 @@ impl<C: Cpu> Injection for Svm<C> {
     }
 
     fn nmi_masked_for_l1(&self) -> bool {
-        if self.l2_has_virtual_nmi() {
+        if self.l1_keeps_its_nmi_mask() {
             return self.control_of_l1().int_ctl & vintr::NMI_MASK != 0;
         }
         self.nmi_masked()
     }
 
     fn set_nmi_masked_for_l1(&mut self, on: bool) {
-        // L2's mask is in its own block, which L1 sees at an exit.
-        if !self.l2_has_virtual_nmi() {
+        // L2's own is in its block, which L1 sees at an exit, or with L1 alone.
+        if !self.l1_keeps_its_nmi_mask() {
             return self.set_nmi_masked(on);
         }
         let control = &mut self.block_of_l1().vmcb_mut(Clean::INTR).control;

@@ -16,6 +16,7 @@ use x86::vmcb::{ExitCode, event, vintr};
 const THIRD: u64 = BLOCK + 0x08;
 const INT_CTL: u64 = BLOCK + 0x60;
 const EXIT_CODE: u64 = BLOCK + 0x70;
+const EVENTINJ: u64 = BLOCK + 0xa8;
 const NMI_INTERCEPT: u64 = 1 << 1;
 const CPUID: u64 = 1 << 18;
 const MASKING: u32 = vintr::INTR_MASKING;
@@ -84,8 +85,9 @@ fn each_level_has_a_mask_of_its_own() {
 /// An SMI comes while L2 is in its NMI handler, and L1 is in none: it is L1's mask that the mode keeps.
 #[test]
 fn an_smi_keeps_the_mask_of_l1() {
-    for of_l1 in [false, true] {
-        let mut machine = hypervisor(OWN | vintr::NMI_MASK).with_smram();
+    let own = [0, OWN | vintr::NMI_MASK];
+    for (own, of_l1) in own.into_iter().flat_map(|own| [false, true].map(|of_l1| (own, of_l1))) {
+        let mut machine = hypervisor(own).with_smram();
         let events = SavedEvents { nmi_masked: of_l1, ..SavedEvents::default() };
         machine.vcpu.restore_events(&events, GivenEvents::default());
         machine.vmrun();
@@ -101,10 +103,11 @@ fn an_smi_keeps_the_mask_of_l1() {
     }
 }
 
-/// Without virtual NMIs of its own L2 has L1's mask.
+/// Without virtual NMIs of its own L2 has L1's mask, where L1 leaves NMIs to it.
 #[test]
 fn a_shared_mask_goes_over_with_the_level() {
     let mut machine = hypervisor(vintr::NMI | vintr::NMI_MASK);
+    machine.put(THIRD, CPUID << 32);
     machine.vmrun();
     machine.then(|vmcb, gprs| {
         assert_eq!(vmcb.control.int_ctl & ALL, OWN, "what L1 did not turn on is nothing");
@@ -117,6 +120,112 @@ fn a_shared_mask_goes_over_with_the_level() {
     });
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.get(INT_CTL) as u32 & ALL, vintr::NMI | vintr::NMI_MASK);
+}
+
+/// L1, which intercepts NMIs and knows nothing of virtual ones, injects an NMI into L2; it handles one of its own or not. It is
+/// in L2, whose block has said to the CPU what it masks.
+fn injecting_without(masked: bool) -> Hypervisor {
+    let mut machine = hypervisor(0);
+    machine.put(EVENTINJ, NMI);
+    let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
+    machine.vcpu.restore_events(&events, GivenEvents::default());
+    machine.vmrun();
+    machine.vcpu.backend().cpu().inner().injects(NMI);
+    machine
+}
+
+/// What the CPU makes of an NMI that it delivers with this block.
+fn takes_nmi(vmcb: &mut x86::vmcb::Vmcb) {
+    if vmcb.control.int_ctl & vintr::NMI_ENABLE != 0 {
+        vmcb.control.int_ctl |= vintr::NMI_MASK;
+    }
+}
+
+/// The NMI is L2's, and L1 keeps its mask: the next one of L1's machine comes to L1, if that handles none.
+#[test]
+fn an_nmi_that_l1_injects_masks_none_of_its_own() {
+    for masked in [false, true] {
+        let mut machine = injecting_without(masked);
+        machine.then(|vmcb, gprs| {
+            takes_nmi(vmcb);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events().nmi_masked, masked);
+        nmi_waits(&mut machine, masked);
+        let mask = if masked { vintr::NMI_MASK } else { 0 };
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.control.int_ctl & ALL, OWN | mask);
+            exit(ExitCode::Stgi)(vmcb, gprs);
+        });
+        machine.vcpu.backend().cpu().inner().injects(if masked { 0 } else { NMI });
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(
+            (machine.get(EXIT_CODE), machine.get(INT_CTL)),
+            (ExitCode::Nmi.0, MASKING.into())
+        );
+    }
+}
+
+/// A bit of the CPU's that means nothing in L2's block is none of L1's mask.
+#[test]
+fn a_mask_that_is_no_l2s_stays_there() {
+    let mut machine = injecting_without(false);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.int_ctl & ALL, 0);
+        vmcb.control.int_ctl |= vintr::NMI_MASK;
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.int_ctl & ALL, OWN);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// A fault of ours in its delivery, an exit in that of the same, and a state that is saved between: L1's mask is as it was.
+#[test]
+fn an_nmi_of_l1s_that_goes_in_again_masks_none_of_its_own() {
+    for (masked, restored) in
+        [false, true].into_iter().flat_map(|masked| [false, true].map(|r| (masked, r)))
+    {
+        let mut machine = injecting_without(masked);
+        machine.then(|vmcb, gprs| {
+            takes_nmi(vmcb);
+            surroundings::set_signal_pending(true);
+            exit(ExitCode::Npf)(vmcb, gprs);
+            (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (1 << 32 | 2, 0x5000);
+            vmcb.control.exit_int_info = NMI;
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        let events = machine.vcpu.saved_events();
+        assert_eq!((events.nmi_injected, events.nmi_masked), (true, masked));
+        if restored {
+            let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+            machine.vcpu.nested_state(&mut state).unwrap();
+            let (sregs, regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
+            machine = hypervisor(0);
+            machine.vcpu.set_sregs(&sregs, None).unwrap();
+            rig::restore(&mut machine.vcpu, &state, &events, masked);
+            machine.vcpu.set_regs(&regs);
+        }
+        machine.vcpu.backend().cpu().inner().injects(NMI);
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.control.int_ctl & ALL, 0);
+            exit(ExitCode::Cpuid)(vmcb, gprs);
+            vmcb.control.exit_int_info = NMI;
+        });
+        let mask = if masked { vintr::NMI_MASK } else { 0 };
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.control.int_ctl & ALL, OWN | mask);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.get(BLOCK + 0x88), NMI);
+        assert_eq!(machine.vcpu.saved_events().nmi_masked, masked);
+    }
 }
 
 #[test]
@@ -161,7 +270,7 @@ fn an_nmi_for_l1_ends_l2s_run() {
 #[test]
 fn an_injected_nmi_that_does_not_arrive_is_l2s() {
     let mut machine = hypervisor(OWN);
-    machine.put(BLOCK + 0xa8, NMI);
+    machine.put(EVENTINJ, NMI);
     let events = SavedEvents { nmi_masked: true, ..SavedEvents::default() };
     machine.vcpu.restore_events(&events, GivenEvents::default());
     machine.vmrun();
@@ -176,6 +285,32 @@ fn an_injected_nmi_that_does_not_arrive_is_l2s() {
     });
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.get(BLOCK + 0x88), NMI);
+}
+
+/// One that goes to L2's own mask, and comes to a fault of ours: the mask is down until it goes in again.
+#[test]
+fn an_injected_nmi_that_waits_again_leaves_l2s_mask_down() {
+    let mut machine = hypervisor(OWN);
+    machine.put(EVENTINJ, NMI);
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        takes_nmi(vmcb);
+        surroundings::set_signal_pending(true);
+        exit(ExitCode::Npf)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (1 << 32 | 2, 0x5000);
+        vmcb.control.exit_int_info = NMI;
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    let int_ctl = u32::from_le_bytes(state[128 + 0x60..][..4].try_into().unwrap());
+    assert_eq!(int_ctl & ALL, OWN);
+    machine.vcpu.backend().cpu().inner().injects(NMI);
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(INT_CTL) as u32 & ALL, OWN | vintr::NMI_MASK);
 }
 
 #[test]

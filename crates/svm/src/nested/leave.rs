@@ -4,7 +4,6 @@ use backend::{Event, Executed, Gprs, Injection, L1Memory, Level, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{
     leave::{self, Undelivered},
-    merge,
     reflect::Exit,
 };
 use x86::{
@@ -12,7 +11,7 @@ use x86::{
     vmcb::{Clean, ExitCode, NP_ENABLE, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, vintr},
 };
 
-use super::Seen;
+use super::{Seen, run};
 use crate::{
     inject,
     state::{Svm, Virq},
@@ -97,8 +96,11 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = &self.nested else { return };
         let control = state.v12.control();
         let own_pat = control.np_ctl & NP_ENABLE != 0;
-        let own_nmi = merge::has_virtual_nmi(control);
+        // A mask of L1's own has stayed where it is, whatever L2's block shows.
+        let mask = if run::keeps_nmi_mask(control) { 0 } else { vintr::NMI_MASK };
+        // V_TPR without V_INTR_MASKING is L1's task priority, which L2 may have changed.
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
+        let shared = mask | if own_priority { 0 } else { vintr::TPR_MASK };
         let l2 = self.block.vmcb();
         let (pat, int_ctl, cr4) = (l2.save.g_pat, l2.control.int_ctl, l2.save.cr4);
         let cr2 = l2.save.cr2;
@@ -120,11 +122,7 @@ impl<C: Cpu> Svm<C> {
             block.save.cr2 = cr2;
             stale |= Clean::CR2;
         }
-        let shared = vintr::NMI_MASK | if own_priority { 0 } else { vintr::TPR_MASK };
-        // V_TPR without V_INTR_MASKING is L1's task priority, which L2 may have changed.
         if (block.control.int_ctl ^ int_ctl) & shared != 0 {
-            // A mask of L2's own is not L1's.
-            let shared = if own_nmi { shared & !vintr::NMI_MASK } else { shared };
             block.control.int_ctl = (block.control.int_ctl & !shared) | (int_ctl & shared);
             stale |= Clean::INTR;
         }

@@ -274,10 +274,16 @@ impl<C: Cpu> Svm<C> {
             && self.vmcb().control.exit_int_info & event::VALID == 0
     }
 
-    /// Whether L2 runs, with virtual NMIs of its own.
-    pub(crate) fn l2_has_virtual_nmi(&self) -> bool {
+    /// Whether L2 runs and L1's mask of virtual NMIs stays in block 01: see [`run::keeps_nmi_mask`].
+    pub(crate) fn l1_keeps_its_nmi_mask(&self) -> bool {
+        let keeps = |s: &KBox<State>| run::keeps_nmi_mask(s.v12.control());
+        self.features.vnmi && self.level == Level::L2 && self.nested.as_ref().is_some_and(keeps)
+    }
+
+    /// Whether L2 runs without virtual NMIs, though L1 has them: what masks its NMIs L1 keeps.
+    pub(crate) fn l2_has_no_nmi_mask(&self) -> bool {
         let own = |s: &KBox<State>| merge::has_virtual_nmi(s.v12.control());
-        self.level == Level::L2 && self.nested.as_ref().is_some_and(own)
+        self.l1_keeps_its_nmi_mask() && !self.nested.as_ref().is_some_and(own)
     }
 
     /// A shutdown of L2's is L1's if it asks for that, and else the processor's.
