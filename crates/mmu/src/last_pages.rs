@@ -2,7 +2,8 @@
 //! virtual-APIC page.
 //!
 //! They are found without a walk of the tables as long as they are of the view's generation. What was withdrawn or protected since is of
-//! another, and so is the memory of the other mode: no generation is met twice.
+//! another, and so is the memory of the other mode: no generation is met twice. What has become writable since is not: who writes looks
+//! again at a page that was found read-only.
 
 use core::cell::Cell;
 
@@ -51,11 +52,24 @@ impl LastPages {
         }
     }
 
+    /// The page at `at`, to be written if the guest itself could write there now. `None` as by [`page_of`].
+    #[inline]
+    pub fn find_to_write(&self, view: &View<'_>, at: Gpa) -> Option<GuestPage> {
+        match self.known(view, at) {
+            Some(page) if page.is_writable() => Some(page),
+            // A fault that gives write access back withdraws nothing, so that the generation says nothing of it.
+            _ => self.look_for(view, at),
+        }
+    }
+
     #[inline(never)]
     fn look_for(&self, view: &View<'_>, at: Gpa) -> Option<GuestPage> {
         let page = page_of(view, at)?;
-        // The older of the two goes.
-        self.second.set(self.first.replace((at.gfn(), page)));
+        let (gfn, was) = self.first.replace((at.gfn(), page));
+        // The older of the two goes, but what is looked at again takes no second place.
+        if gfn != at.gfn() || !view.is_current(&was) {
+            self.second.set((gfn, was));
+        }
         Some(page)
     }
 }

@@ -5,7 +5,7 @@ mod section;
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use gannet_mmu::tdp::{FlushRemote, Thoroughness};
+use gannet_mmu::tdp::{FlushRemote, Thoroughness, Wanted};
 use gannet_mmu::{EptSupport, Format, LastPages, Tdp};
 use host::page::Page;
 use section::section;
@@ -84,6 +84,34 @@ fn a_page_whose_writes_are_watched_is_written_no_more() {
         zapper.flush(&Nobody);
         drop(zapper);
         assert_eq!(look(&tdp, &last, AT), (false, Some((1, false))));
+    }
+}
+
+/// A fault of the guest's gives write access back, in the same generation. Who reads needs no new look, and the other page stays.
+#[test]
+fn a_page_that_may_be_written_again_is_looked_at_again_for_a_write() {
+    let logging = EptSupport { accessed_dirty: true, page_log: true, ..EptSupport::default() };
+    for format in [Format::npt(4, 0), Format::ept(logging)] {
+        let (tdp, last) = (Tdp::new(format, ()).unwrap(), LastPages::new());
+        let other = Gpa(0x6678);
+        let _pages = [map(&tdp, 1), map_at(&tdp, other.gfn(), 2)];
+        let mut zapper = tdp.zapper();
+        assert!(zapper.watch_writes(GFN, Gfn(GFN.0 + 1)));
+        zapper.flush(&Nobody);
+        drop(zapper);
+        let to_write = |at: Gpa| {
+            section(|s| last.find_to_write(&tdp.view(s), at).map(|page| page.is_writable()))
+        };
+        assert_eq!(look(&tdp, &last, other), (false, Some((2, true))));
+        assert_eq!(look(&tdp, &last, AT), (false, Some((1, false))));
+        assert_eq!(to_write(AT), Some(false));
+        assert!(tdp.mapper().restore_access(GFN, Wanted { write: true, fetch: false }));
+        assert_eq!(look(&tdp, &last, AT), (true, Some((1, false))));
+        assert_eq!(to_write(AT), Some(true));
+        // Kept from now on, beside the other one.
+        assert_eq!(look(&tdp, &last, AT), (true, Some((1, true))));
+        assert_eq!(look(&tdp, &last, other), (true, Some((2, true))));
+        assert_eq!(to_write(Gpa(0x9000)), None);
     }
 }
 

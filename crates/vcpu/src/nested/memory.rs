@@ -30,6 +30,13 @@ impl<'a> Mapped<'a> {
     fn find(&self, at: Gpa) -> Option<GuestPage> {
         self.last.find(&self.view, at)
     }
+
+    /// The page at `at`, for a write in the section.
+    #[inline]
+    fn find_to_write(&self, at: Gpa) -> Option<GuestPage> {
+        // Shadow pages may be made of what is written: outside the write is told to them.
+        if self.memory.has_shadow() { None } else { self.last.find_to_write(&self.view, at) }
+    }
 }
 
 impl L1Memory for Mapped<'_> {
@@ -44,8 +51,7 @@ impl L1Memory for Mapped<'_> {
     }
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        // Shadow pages may be made of what is written: outside the write is told to them.
-        let page = self.find(at).filter(|_| !self.memory.has_shadow()).ok_or(Outside)?;
+        let page = self.find_to_write(at).ok_or(Outside)?;
         let written = self.view.copy_to(&page, at.page_offset(), from)
             || self.memory.write_irqs_off(&self.view, at, from);
         if written { Ok(()) } else { Err(Outside) }
@@ -62,11 +68,11 @@ impl L1Memory for Mapped<'_> {
 
     #[inline]
     fn page(&self, at: Gpa, direction: Direction) -> Option<&[AtomicU64; 512]> {
-        let page = self.find(at)?;
-        // An entry that is read-only for the dirty log has to fault, so that the page is logged.
-        if direction.is_write() && (!page.is_writable() || self.memory.has_shadow()) {
-            return None;
-        }
+        let page = match direction {
+            Direction::Read => self.find(at)?,
+            // An entry that is read-only for the dirty log has to fault, so that the page is logged.
+            Direction::Write => self.find_to_write(at).filter(GuestPage::is_writable)?,
+        };
         self.view.words(&page)
     }
 
