@@ -26,7 +26,7 @@ d}' /vmm/libvirt-domain.xml >/tmp/domain.xml
 # leave IP: libvirt moves it there.
 leave() {
     timeout 600 virsh migrate --live --persistent one "$(connection "$1")" "tcp://$1" || { echo "WRONG: virsh migrate"; tail -n 20 /tmp/libvirtd.log; return 1; }
-    virsh domjobinfo one --completed | sed -n 's/^Total downtime: *\([0-9]*\) *ms.*/downtime: \1 ms/p; s/^Time elapsed: .*/&/p; s/^Memory total: .*/&/p'
+    virsh domjobinfo one --completed | sed -n 's/^Total downtime: *\([0-9]*\) *ms.*/downtime: \1 ms/p; s/^Time elapsed: .*/&/p'
     echo "in L2: 0"
     [ "$(state_at qemu:///system)" = "shut off" ] && [ "$(state_at "$(connection "$1")")" = running ] || { echo "WRONG: it does not run there alone"; return 1; }
 }
