@@ -20,8 +20,9 @@ use crate::{
 
 /// In SMX, VMX has an enable bit of its own.
 const SMX: u32 = x86::cpuid::feature::SMX.mask();
-/// VMCSs that can be active on a CPU at once. One more is cleared whenever the loop is left.
-pub const ACTIVE: usize = 64;
+/// VMCSs that can be active on a CPU at once: a page of notes. One more is cleared whenever the loop is left. A vCPU that sleeps
+/// keeps its note, whosever it is: there have to be more than one CPU has vCPUs come by.
+pub const ACTIVE: usize = 512;
 /// VPIDs have sixteen bits; 0 is the host's.
 const VPIDS: u32 = 1 << 16;
 
@@ -137,7 +138,7 @@ impl PerCpu {
     /// is no room; it must be cleared whenever the loop is left.
     #[must_use]
     pub fn note_active(&self, vmcs: Hpa) -> bool {
-        // A search among 64: VMCSs become active seldom.
+        // A search among all: VMCSs become active seldom.
         let free = self.slots().iter().find(|slot| slot.load(Relaxed) == 0);
         free.inspect(|slot| slot.store(vmcs.0, Relaxed)).is_some()
     }
@@ -174,7 +175,10 @@ impl PerCpu {
         // Compared: another VMCS may be current by now.
         let _ = self.current.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
         for slot in self.slots() {
-            let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
+            // Read first: a locked access for each would take longer than VMCLEAR. No other note becomes this one meanwhile.
+            if slot.load(Relaxed) == vmcs.0 {
+                let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
+            }
         }
     }
 

@@ -227,7 +227,7 @@ impl Vmcs {
     /// Clears the VMCS, which was unloaded, if its CPU has not noted that it is active there.
     #[inline]
     pub(crate) fn give_up_unnoted<C: Cpu>(&self, cpu: &C, here: &PerCpu) {
-        // There is a place for 64 on each CPU: more are cleared each time.
+        // There is a place for 512 on each CPU: more are cleared each time.
         if self.unnoted.get() {
             here.clear(cpu, self.page.hpa());
             self.fields.cpus.active_on.set(None);

@@ -89,7 +89,7 @@ fn what_is_read_outside_without_a_note_is_cleared_at_once() {
     // Cleared, it is in no note; others take all there are.
     here.clear(&r.v.cpu, r.v.vmcs.hpa());
     r.v.vmcs.fields.cpus.active_on.set(None);
-    let others = (1..200u64).map(|n| x86::Hpa(n << 40));
+    let others = (1..1000u64).map(|n| x86::Hpa(n << 40));
     extern crate std;
     let noted: std::vec::Vec<_> = others.take_while(|other| here.note_active(*other)).collect();
     let cleared = r.v.cpu().counts();
