@@ -95,10 +95,15 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears primary processor-based controls.
     pub(crate) fn change_proc(&self, bits: ProcControls, on: bool) {
         let old = self.get(fields::PROC_CONTROLS);
+        self.set(fields::PROC_CONTROLS, self.proc_with(old, bits, on));
+    }
+
+    /// The primary controls `old` with those set or cleared.
+    #[inline]
+    fn proc_with(&self, old: u32, bits: ProcControls, on: bool) -> u32 {
         // L1's wish for L2 stays when L0's own is over.
         let kept = self.cold.of_l1.primary & bits.bits();
-        let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
-        self.set(fields::PROC_CONTROLS, new);
+        if on { old | bits.bits() } else { old & !bits.bits() | kept }
     }
 
     /// Sets or clears secondary processor-based controls.
@@ -129,11 +134,8 @@ impl<C: Cpu> Vmx<C> {
     /// Whether [`intercept_debug_regs`](Self::intercept_debug_regs) would change nothing.
     #[inline]
     pub(crate) fn has_debug_regs_as_wanted(&self) -> bool {
-        let exits = ProcControls::from_bits_retain(self.get(fields::PROC_CONTROLS))
-            .contains(ProcControls::MOV_DR);
-        // As `change_proc`: L0's wish, or L1's for L2.
-        let of_l1 = self.cold.of_l1.primary & ProcControls::MOV_DR.bits() != 0;
-        exits == (self.cold.debug.exits() || of_l1)
+        let old = self.get(fields::PROC_CONTROLS);
+        self.proc_with(old, ProcControls::MOV_DR, self.cold.debug.exits()) == old
     }
 
     /// CR0 bits that the guest owns.

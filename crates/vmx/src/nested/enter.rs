@@ -26,9 +26,10 @@ use super::{
     access::{Blind, Block, Memory},
     kept::{Nested, OfL1},
     list::By,
-    seconds::{Seen, Sources},
+    seconds::Sources,
 };
 use crate::{
+    features::Features,
     fields::{self, counted},
     mitigations,
     passed::{Map, PASSED, Passed},
@@ -62,19 +63,20 @@ impl<C: Cpu> Vmx<C> {
     /// The words that L0's part of vmcs02 follows from. vmcs01 is the vCPU's.
     #[inline]
     fn sources(&self, n: &Nested) -> Sources {
+        let (vmcs, cpu) = (&self.vmcs, &self.cpu);
         Sources {
             // They are opened for what waits for L1, and not for L2.
             // A window of L1's own is in VMCS12, and is composed from there.
-            primary: counted::PROC_CONTROLS.read(|slot| self.get(slot)).without(WINDOWS.bits()),
+            primary: counted::PROC_CONTROLS.read(vmcs, cpu).without(WINDOWS.bits()),
             secondary: counted::PROC_CONTROLS2
-                .read(|slot| self.get(slot))
+                .read(vmcs, cpu)
                 // L2's VMREAD and VMWRITE always exit: the shadow VMCS is L1's.
                 .without(ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits()),
-            exit: counted::EXIT_CONTROLS.read(|slot| self.get(slot)),
-            entry: counted::ENTRY_CONTROLS.read(|slot| self.get(slot)),
-            exceptions: counted::EXCEPTION_BITMAP.read(|slot| self.get(slot)),
-            cr0_mask: counted::CR0_MASK.read(|slot| self.get(slot)),
-            cr4_mask: counted::CR4_MASK.read(|slot| self.get(slot)),
+            exit: counted::EXIT_CONTROLS.read(vmcs, cpu),
+            entry: counted::ENTRY_CONTROLS.read(vmcs, cpu),
+            exceptions: counted::EXCEPTION_BITMAP.read(vmcs, cpu),
+            cr0_mask: counted::CR0_MASK.read(vmcs, cpu),
+            cr4_mask: counted::CR4_MASK.read(vmcs, cpu),
             // The offset and the ratio by L0's own words: the field of vmcs01 has the same, but would be a VMREAD.
             tsc_offset: self.tsc_offset,
             tsc_ratio: self.tsc_ratio,
@@ -83,13 +85,13 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// L0's part of vmcs02, but for registers that an entry keeps.
+    /// L0's part of vmcs02, but for registers that an entry keeps. Not from vmcs01 but by `s`, whose changes are seen.
     #[cold]
     #[inline(never)]
-    fn l0_part(&self, n: &Nested, s: &Sources) -> L0 {
+    fn l0_part(features: &Features, n: &Nested, s: &Sources) -> L0 {
         L0 {
             // The base word, and not vmcs01's: the pin controls never change.
-            pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
+            pin: PinControls::from_bits_retain(features.pin.base.bits()),
             primary: ProcControls::from_bits_retain(s.primary.value()),
             secondary: ProcControls2::from_bits_retain(s.secondary.value()),
             exit: ExitControls::from_bits_retain(s.exit.value()),
@@ -98,13 +100,13 @@ impl<C: Cpu> Vmx<C> {
             // With EPT a page fault is L2's own, or L1's.
             page_faults: false,
             // VMX fixes the two to 1, but not for a guest that may run without them.
-            cr0_ones: ((self.features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
+            cr0_ones: ((features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
             cr0_mask: s.cr0_mask.value(),
-            cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
+            cr4_ones: (features.cr4_fixed | Cr4::MCE).bits(),
             cr4_mask: s.cr4_mask.value(),
-            tsc: self.tsc_of_l1(),
+            tsc: tsc_by(s.tsc_ratio, s.tsc_offset),
             // The longest time: whoever watches a deadline sets another.
-            preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
+            preemption_timer: features.preemption_timer.map(|_| u32::MAX),
             vpid: s.vpid,
             pages: Pages {
                 msr_bitmap: Some(n.other.msr_map.hpa()),
@@ -121,54 +123,47 @@ impl<C: Cpu> Vmx<C> {
 
     /// L1's TSC, from the host's.
     pub(super) fn tsc_of_l1(&self) -> time::Tsc {
-        let multiplier = match self.tsc_ratio {
-            // 32 fractional bits become 48.
-            TSC_RATIO_ONE => time::ONE,
-            ratio => ratio << (48 - 32),
-        };
-        time::Tsc { multiplier, offset: self.tsc_offset }
+        tsc_by(self.tsc_ratio, self.tsc_offset)
     }
 
-    /// By what an entry sees that the sources are as they were. vmcs01 is the vCPU's.
+    /// Whether all words are as they were at the entry before. vmcs01 is the vCPU's.
     #[inline]
-    fn seen(&self, n: &Nested) -> Seen {
-        Seen {
-            changes: self.vmcs.fields.changes(),
-            watching: self.watching_controls(),
-            // Not a field of vmcs01's.
-            vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
-            tsc_offset: self.tsc_offset,
-            tsc_ratio: self.tsc_ratio,
-        }
+    fn has_same_sources(&self, n: &Nested) -> bool {
+        // By a count, where new values come by: who changes a word of L0's need not know that there is an L2.
+        n.made.changes.get() == self.vmcs.fields.changes()
+            // The others are no fields of vmcs01's.
+            && n.made.sources.get().is_some_and(|of| {
+                of.tsc_offset == self.tsc_offset
+                    && of.tsc_ratio == self.tsc_ratio
+                    && of.vpid == n.other.fields.get(fields::VPID).unwrap_or(0)
+            })
     }
 
     /// One of the words may be another than at the entry before.
     #[cold]
     #[inline(never)]
-    fn look_at_sources(&self, n: &mut Nested, seen: Seen) {
+    fn look_at_sources(&self, n: &mut Nested) {
         let now = self.sources(n);
-        // By value: most changes are windows that come and go.
-        // Who changes a word of L0's need not know that there is an L2.
+        // By value: most changes are windows, which come and go.
         if n.made.sources.get() != Some(now) {
             n.made.sources.set(Some(now));
-            n.made.l0 = self.l0_part(n, &now);
+            n.made.l0 = Self::l0_part(&self.features, n, &now);
             n.machine.touch(of_l0());
         }
         // Behind the reads, of which a first one counts as a change.
-        n.made.seen.set(Some(Seen { changes: self.vmcs.fields.changes(), ..seen }));
+        n.made.changes.set(self.vmcs.fields.changes());
     }
 
     /// Makes the groups dirty that follow from a word of L0's that is another than at the entry before.
     #[inline]
     fn note_l0(&self, n: &mut Nested) {
-        let now = self.seen(n);
-        // Five words compared, in place of a dozen and of composing what follows from them.
-        if n.made.seen.get() == Some(now) {
+        // A few words compared, in place of a dozen and of composing what follows from them.
+        if self.has_same_sources(n) {
             debug_assert_eq!(n.made.sources.get(), Some(self.sources(n)));
         } else {
-            self.look_at_sources(n, now);
+            self.look_at_sources(n);
         }
-        // By value as well: L1 changes it without telling, and L2 has it where its entry does not load another.
+        // By value: L1 changes it without telling, and L2 has it where its entry does not load another.
         n.machine.note_l1_efer(self.efer.bits());
         // For measurements, and to find out whether a fault is one of tracking: all is composed, all is checked.
         if n.without_tracking {
@@ -558,7 +553,7 @@ impl<C: Cpu> Vmx<C> {
     /// CR4 and EFER are those of the other level.
     #[inline]
     pub(super) fn after_level_change(&mut self, cr4: Cr4, efer: Efer) {
-        // Only what differs is done: both levels are most often in one mode, with one set of features.
+        // Both levels are most often in one mode, with one set of features: nothing is called then.
         let same = !(cr4 ^ self.cr4).contains(Cr4::OSXSAVE) && efer == self.efer;
         if !(same && self.has_debug_regs_as_wanted()) {
             self.follow_level_change(cr4, efer);
@@ -568,6 +563,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn follow_level_change(&mut self, cr4: Cr4, efer: Efer) {
+        // Only what differs is done.
         if (cr4 ^ self.cr4).contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }
@@ -720,6 +716,16 @@ impl<C: Cpu> Vmx<C> {
             n.made.map = Map::Unknown;
         }
     }
+}
+
+/// A TSC of that ratio and offset to the host's.
+fn tsc_by(ratio: u64, offset: u64) -> time::Tsc {
+    let multiplier = match ratio {
+        // 32 fractional bits become 48.
+        TSC_RATIO_ONE => time::ONE,
+        ratio => ratio << (48 - 32),
+    };
+    time::Tsc { multiplier, offset }
 }
 
 /// A word of L1's map; ones beyond it.

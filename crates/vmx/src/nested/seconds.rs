@@ -8,7 +8,7 @@ use core::cell::Cell;
 
 use host::{KBox, NoMemory};
 use nested_vmx::{machine::Composed, merge};
-use x86::{Cr0, Cr4, Gpa, vmcs::ProcControls2};
+use x86::{Cr0, Cr4, Gpa};
 
 use crate::{fields::Source, passed::Map, vmcs::Vmcs};
 
@@ -30,18 +30,6 @@ pub(crate) struct Sources {
     pub(crate) tsc_ratio: u64,
 }
 
-/// By what an entry sees that the words are as they were, with no look at each of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen {
-    /// [`Fields::changes`](crate::fields::Fields::changes) of vmcs01.
-    pub(crate) changes: u64,
-    /// The controls of vmcs01 that say nothing of L2: which these are changes without a field that does.
-    pub(crate) watching: ProcControls2,
-    pub(crate) vpid: u16,
-    pub(crate) tsc_offset: u64,
-    pub(crate) tsc_ratio: u64,
-}
-
 /// What is known of a vmcs02 that its fields do not say.
 #[derive(Debug)]
 pub(crate) struct Made {
@@ -49,8 +37,8 @@ pub(crate) struct Made {
     pub(crate) l0: merge::L0,
     /// What that was made from. `None`: it was not.
     pub(crate) sources: Cell<Option<Sources>>,
-    /// By what an entry saw last that its sources are those. `None`: they have to be looked at.
-    pub(crate) seen: Cell<Option<Seen>>,
+    /// [`Fields::changes`](crate::fields::Fields::changes) of vmcs01 when it was compared with that last.
+    pub(crate) changes: Cell<u64>,
     /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that its own stood for last. No two of a vCPU's stand for one: what L2 flushes under it is flushed.
@@ -70,7 +58,7 @@ impl Made {
     pub(crate) const NONE: Self = Self {
         l0: merge::L0::NONE,
         sources: Cell::new(None),
-        seen: Cell::new(None),
+        changes: Cell::new(0),
         kept_by_l0: None,
         last_vpid: 0,
         map: Map::Unknown,

@@ -77,7 +77,6 @@ impl<C: Cpu> Vmx<C> {
         {
             // vmcs02 was changed too: it is not what the words of its entry made it.
             n.made.sources.set(None);
-            n.made.seen.set(None);
             change(&self.cpu, &n.other);
         }
     }
