@@ -12,8 +12,7 @@ use x86::{
 };
 
 use crate::{
-    l2::Injected,
-    nested::is_by_instruction,
+    l2::{Injected, is_by_instruction},
     state::{Step, Svm, Virq},
 };
 

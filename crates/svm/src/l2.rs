@@ -19,6 +19,13 @@ pub(crate) struct Injected {
     pub(crate) next_rip: u64,
 }
 
+/// Whether EVENTINJ holds an event that an instruction makes: INT n, INT3, INTO.
+pub(crate) fn is_by_instruction(event_inj: u64) -> bool {
+    let kind = event_inj & (event::VALID | event::TYPE);
+    kind == event::VALID | event::SOFT
+        || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
+}
+
 impl Injected {
     /// Whether it is an NMI.
     pub(crate) const fn is_nmi(self) -> bool {

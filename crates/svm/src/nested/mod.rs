@@ -20,8 +20,6 @@ mod smm;
 mod tests;
 mod window;
 
-pub(crate) use run::is_by_instruction;
-
 use core::cell::Cell;
 
 use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};

@@ -13,16 +13,9 @@ use x86::{
 use super::{Seen, paging::has_tables};
 use crate::{
     block::FLUSH_ALL,
-    l2::{Injected, State},
+    l2::{Injected, State, is_by_instruction},
     state::{Svm, Virq},
 };
-
-/// Whether EVENTINJ holds an event that an instruction makes: INT n, INT3, INTO.
-pub(crate) fn is_by_instruction(event_inj: u64) -> bool {
-    let kind = event_inj & (event::VALID | event::TYPE);
-    kind == event::VALID | event::SOFT
-        || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
-}
 
 /// Whether EVENTINJ holds an event that is known for L1's until it is delivered: one that an instruction makes, which is not
 /// executed again for it, or an NMI, which masks none of L1's.

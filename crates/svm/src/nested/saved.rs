@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 use super::{Seen, paging::has_tables, run};
 use crate::{
-    l2::{Injected, State},
+    l2::{Injected, State, is_by_instruction},
     state::{Svm, Virq},
 };
 
@@ -128,7 +128,7 @@ impl<C: Cpu> NestedState for Svm<C> {
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
         if let Some(of_l1) = state.injected
-            && run::is_by_instruction(of_l1.event)
+            && is_by_instruction(of_l1.event)
             && page.control.event_inj & event::VALID == 0
         {
             // What is on its way is among the vCPU's events; that it is L1's they do not tell.
@@ -179,7 +179,7 @@ impl<C: Cpu> NestedState for Svm<C> {
         if let Some(state) = &mut self.nested {
             let control = state.v12.control();
             let event = control.event_inj | event::VALID;
-            if control.event_inj & event::VALID == 0 && run::is_by_instruction(event) {
+            if control.event_inj & event::VALID == 0 && is_by_instruction(event) {
                 // It is on its way, and comes with KVM_SET_VCPU_EVENTS.
                 let next_rip = control.next_rip;
                 state.injected = Some(Injected { event, rip: None, next_rip });
