@@ -170,6 +170,8 @@ pub trait Nested: NestedPaging + NestedState {
     /// Whether the event that is prepared is one that L1 injects, by an entry that has not run L2 yet. Its kind and
     /// its length are whole only there.
     fn injects_for_l1(&self) -> bool;
+    /// RIP is now that at which what is prepared goes in: a VMM may have set it behind the state that has the event.
+    fn settle_rip(&mut self) {}
     /// The last exit is #GP in no delivery, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
     /// something to the host alone, before they look whether it exits. True: it is such an instruction, and the last
     /// exit is the instruction's from now on.

@@ -4,6 +4,7 @@
 
 use backend::{Absent, Chosen, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
+use host::KBox;
 use nested_svm::reflect;
 use x86::{
     Cr0, Dr6, Dr7, Exception, Rflags, Vector,
@@ -12,7 +13,7 @@ use x86::{
 };
 
 use crate::{
-    l2::{Injected, is_by_instruction},
+    l2::{Injected, State, is_by_instruction},
     state::{Step, Svm, Virq},
 };
 
@@ -142,21 +143,33 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> Svm<C> {
-    /// L2 is to take `event`. If it is what L1 injected, what repeats it is known by the place of now, and the CPU pushes the
-    /// place that L1 means.
+    /// The guest is to take `event`, which an instruction makes: the CPU pushes what NEXT_RIP says (APM vol. 2 §15.20). RIP is at the
+    /// instruction, for the VMM gives what was under way where the guest was saved, or a breakpoint that was its debugger's.
     #[cold]
     #[inline(never)]
-    fn note_injection(&mut self, event: u64) {
+    fn return_behind_instruction(&mut self, event: u64) {
+        // INT n has two bytes; INT3 and INTO have one.
+        let len = if event & event::TYPE == event::SOFT { 2 } else { 1 };
+        // The field has where the instruction of an exit ends, or nothing yet.
+        let block = self.vmcb_mut(Clean::empty());
+        block.control.next_rip = block.save.rip.wrapping_add(len);
+    }
+
+    /// L2 is to take `event`. If it is what L1 injected, what repeats it is known by the place of now, and the CPU pushes the
+    /// place that L1 means: whether it was so.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn note_injection(&mut self, event: u64) -> bool {
         let rip = self.vmcb().save.rip;
-        let Some(state) = &mut self.nested else { return };
+        let Some(state) = &mut self.nested else { return false };
         let entry_pending = state.entry_pending;
-        let Some(of_l1) = &mut state.injected else { return };
+        let Some(of_l1) = &mut state.injected else { return false };
         // With a saved state comes no RIP: the VMM sets it, before the state or behind it.
         if of_l1.rip.is_none() || entry_pending {
             of_l1.rip = Some(rip);
         }
         if !of_l1.is(event) || !is_by_instruction(event) {
-            return;
+            return false;
         }
         // An L1 that is not told of the field has RIP itself behind the instruction, as `merge::enter` has it.
         if !self.cold.offered.nrip_save {
@@ -165,6 +178,7 @@ impl<C: Cpu> Svm<C> {
         // Block 02 has that of an exit, or of nothing yet behind a restored state.
         let next_rip = of_l1.next_rip;
         self.vmcb_mut(Clean::empty()).control.next_rip = next_rip;
+        true
     }
 
     /// What a debug exception leaves in DR6 and DR7.
@@ -196,8 +210,9 @@ impl<C: Cpu> Injection for Svm<C> {
             self.after_debug_exception(bits);
         }
         let mut bits = encode(event);
-        if self.level == Level::L2 {
-            self.note_injection(bits);
+        let is_l1s = self.level == Level::L2 && self.note_injection(bits);
+        if !is_l1s && is_by_instruction(bits) {
+            self.return_behind_instruction(bits);
         }
         // Nothing pushes an error code in real mode.
         if self.vmcb().save.cr0 & Cr0::PE.bits() == 0 {
@@ -219,7 +234,11 @@ impl<C: Cpu> Injection for Svm<C> {
 
     fn nmi_not_delivered(&mut self) {
         if !self.nmi_is_l1s_for_l2() {
-            self.set_nmi_masked(false);
+            // One that L1 injects into an L2 which shares its mask ends none that L1 has had: L2 has executed nothing since VMRUN.
+            let injects = |s: &KBox<State>| s.injected.is_some_and(Injected::is_nmi);
+            let is_l1s = self.level == Level::L2 && self.nested.as_ref().is_some_and(injects);
+            let masked = is_l1s && self.control_of_l1().int_ctl & vintr::NMI_MASK != 0;
+            self.set_nmi_masked(masked);
         }
     }
 

@@ -7,6 +7,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use ::vm::VmRef;
 use ::vm::vcpu_shared::MpState;
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::{Page, Pages};
 use irqchip::lapic::Accepted;
@@ -101,6 +102,36 @@ fn a_second_interrupt_of_the_vmms_takes_the_place_of_the_first() {
     v.queue_interrupt(Vector(0x34)).unwrap();
     expect(&mut v, Some(0x34), 0);
     expect(&mut v, None, 0);
+}
+
+/// INT n was under way where the guest was saved, or its debugger gives a breakpoint back: RIP is at the instruction, and the handler
+/// returns behind it.
+#[test]
+fn what_an_instruction_has_made_returns_behind_it() {
+    let int = SavedEvents {
+        interrupt: Some(Vector(0x80)),
+        interrupt_soft: true,
+        ..SavedEvents::default()
+    };
+    let breakpoint = SavedEvents {
+        exception: Some(x86::Exception { vector: Vector(3), ..x86::Exception::ud() }),
+        exception_injected: true,
+        ..SavedEvents::default()
+    };
+    let of = |kind: u64, vector: u64| event::VALID | kind | vector;
+    for (events, injected, len) in
+        [(int, of(event::SOFT, 0x80), 2), (breakpoint, of(event::EXCEPTION, 3), 1)]
+    {
+        let mut v = vcpu();
+        let rip = v.regs().rip;
+        v.restore_events(&events, GivenEvents::default());
+        v.backend().cpu().inner().injects(injected);
+        v.backend().cpu().inner().then(move |vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (rip, rip + len));
+            shutdown(vmcb, gprs);
+        });
+        assert_eq!(run(&mut v), UserExit::Shutdown);
+    }
 }
 
 #[test]

@@ -316,10 +316,12 @@ fn an_int_of_l1s_on_its_way_is_l1s_behind_a_restore() {
     }
 }
 
-/// A state as stock KVM saves it before the entry: EVENTINJ is valid, and the event is among the vCPU's, too. RIP comes behind it.
+/// A state as stock KVM saves it before the entry: EVENTINJ is valid, and the event is among the vCPU's, too, or is not yet. RIP comes
+/// behind it.
 #[test]
 fn an_int_of_l1s_goes_in_at_the_rip_that_comes_behind_its_state() {
-    for (nrips, state_first) in [(true, true), (true, false), (false, true), (false, false)] {
+    let cases = (0..8).map(|n| (n & 1 != 0, n & 2 != 0, n & 4 != 0));
+    for (nrips, state_first, twice) in cases {
         let (mut machine, end) = injecting_int(nrips);
         machine.stop_in_l2();
         let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
@@ -331,8 +333,9 @@ fn an_int_of_l1s_goes_in_at_the_rip_that_comes_behind_its_state() {
         }
         let (sregs, mut regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
         regs.rip = L2_RIP;
-        let int = Some(Vector(0x80));
-        let events = SavedEvents { interrupt: int, interrupt_soft: true, ..SavedEvents::default() };
+        let int = twice.then_some(Vector(0x80));
+        let events =
+            SavedEvents { interrupt: int, interrupt_soft: twice, ..SavedEvents::default() };
         let (mut other, _) = injecting_int(nrips);
         other.vcpu.set_sregs(&sregs, None).unwrap();
         rig::restore(&mut other.vcpu, &state, &events, state_first);

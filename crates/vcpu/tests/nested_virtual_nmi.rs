@@ -393,3 +393,25 @@ fn the_iret_of_a_handler_lets_the_next_nmi_in() {
     });
     assert_eq!(v.run(&gannet_vcpu::RunInput::default()), UserExit::Shutdown);
 }
+
+/// L1 handles an NMI and injects one into an L2 to which it leaves NMIs, so that they share the mask; its delivery meets an exit of
+/// L1's. No IRET has retired: L1's stay masked.
+#[test]
+fn an_nmi_of_l1s_that_is_not_delivered_leaves_the_mask_that_l1_had() {
+    for masked in [true, false] {
+        let mut machine = hypervisor(0);
+        machine.put(THIRD, CPUID << 32);
+        machine.put(EVENTINJ, NMI);
+        let events = SavedEvents { nmi_masked: masked, ..SavedEvents::default() };
+        machine.vcpu.restore_events(&events, GivenEvents::default());
+        machine.vmrun();
+        machine.then(|vmcb, gprs| {
+            vmcb.control.int_ctl |= vintr::NMI_MASK;
+            vmcb.control.exit_int_info = NMI;
+            exit(ExitCode::Cpuid)(vmcb, gprs);
+        });
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events().nmi_masked, masked);
+    }
+}

@@ -278,7 +278,7 @@ impl<C: Cpu> Svm<C> {
         self.features.vnmi && self.level == Level::L2 && self.nested.as_ref().is_some_and(keeps)
     }
 
-    /// Whether L2 runs without virtual NMIs, though L1 has them: what masks its NMIs L1 keeps.
+    /// Whether L2 runs without virtual NMIs, though L1 has them, and L1 intercepts NMIs: what masks its NMIs L1 keeps.
     pub(crate) fn l2_has_no_nmi_mask(&self) -> bool {
         let own = |s: &KBox<State>| merge::has_virtual_nmi(s.v12.control());
         self.l1_keeps_its_nmi_mask() && !self.nested.as_ref().is_some_and(own)
@@ -468,6 +468,12 @@ impl<C: Cpu> Nested for Svm<C> {
     /// EVENTINJ says all of an event that its neutral form says.
     fn injects_for_l1(&self) -> bool {
         false
+    }
+
+    fn settle_rip(&mut self) {
+        if self.level == Level::L2 {
+            let _ = self.note_injection(self.block.vmcb().control.event_inj);
+        }
     }
 
     fn repeats_injection(&mut self) -> bool {

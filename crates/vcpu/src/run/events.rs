@@ -236,7 +236,14 @@ impl Events {
     #[cold]
     #[inline(never)]
     pub(crate) fn settle_injection(&mut self, b: &mut impl Backend) {
-        if self.again.is_none() || !b.injecting() {
+        if !b.injecting() {
+            return;
+        }
+        if self.again.is_none() {
+            // VMMs set RIP behind the state which has the event.
+            if let Some(nested) = b.nested_mut() {
+                nested.settle_rip();
+            }
             return;
         }
         if b.nested().is_some_and(Nested::injects_for_l1) {
