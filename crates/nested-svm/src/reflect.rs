@@ -73,6 +73,13 @@ pub fn intercepts(control: &Control, code: ExitCode) -> bool {
     word.is_some_and(|word| word >> (code.0 % 32) & 1 != 0)
 }
 
+/// Whether L1's mask of virtual NMIs stays in block 01 while L2 runs: L1 intercepts NMIs. Those of L2 are what L1 injects then,
+/// and their mask is L2's own, or in L1's mind: an NMI masks none of L1's, which would find the next one masked for ever. As on
+/// stock KVM.
+pub fn keeps_nmi_mask(v12: &Control) -> bool {
+    intercepts(v12, ExitCode::Nmi)
+}
+
 /// Whose exit it is. `control`: of the copy of VMCB12.
 pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L1Memory) -> Claim {
     let theirs = match exit.code {

@@ -125,7 +125,7 @@ impl<C: Cpu> Svm<C> {
             && self.nested.as_ref().is_some_and(|state| {
                 // Of an L1 that intercepts NMIs, whatever a restored state tells of the one on its way.
                 state.injected.is_some_and(Injected::is_nmi)
-                    || reflect::intercepts(state.v12.control(), ExitCode::Nmi)
+                    || reflect::keeps_nmi_mask(state.v12.control())
             })
     }
 

@@ -13,9 +13,7 @@ use x86::vmcs::{
     field::{self, Width},
 };
 
-use cpu::Cpu;
-
-use crate::{cpus::Cpus, vmcs::Vmcs};
+use crate::cpus::Cpus;
 
 /// A VMCS field with its place in the cache.
 #[derive(Debug)]
@@ -193,30 +191,11 @@ counted! {
     Natural: CR0_MASK, CR4_MASK;
 }
 
-impl<W: Width> Counted<W> {
-    /// Its value in a VMCS.
+impl<W> Counted<W> {
+    /// Its place in the cache.
     #[inline(always)]
-    pub(crate) fn read(self, vmcs: &Vmcs, cpu: &impl Cpu) -> Source<W::Value> {
-        Source(vmcs.get(cpu, self.0))
-    }
-}
-
-/// The value of a [`Counted`] field. Nothing else makes one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Source<T>(T);
-
-impl<T: Copy> Source<T> {
-    #[inline(always)]
-    pub(crate) fn value(self) -> T {
+    pub(crate) const fn slot(self) -> Slot<W, ReadWrite> {
         self.0
-    }
-}
-
-impl Source<u32> {
-    /// Without bits of which nothing follows.
-    #[inline(always)]
-    pub(crate) const fn without(self, bits: u32) -> Self {
-        Self(self.0 & !bits)
     }
 }
 

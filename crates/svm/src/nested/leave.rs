@@ -4,14 +4,14 @@ use backend::{Event, Executed, Gprs, Injection, L1Memory, Level, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{
     leave::{self, Undelivered},
-    reflect::Exit,
+    reflect::{self, Exit},
 };
 use x86::{
     Cr4,
     vmcb::{Clean, ExitCode, NP_ENABLE, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, vintr},
 };
 
-use super::{Seen, run};
+use super::Seen;
 use crate::{
     inject,
     state::{Svm, Virq},
@@ -97,7 +97,7 @@ impl<C: Cpu> Svm<C> {
         let control = state.v12.control();
         let own_pat = control.np_ctl & NP_ENABLE != 0;
         // A mask of L1's own has stayed where it is, whatever L2's block shows.
-        let mask = if run::keeps_nmi_mask(control) { 0 } else { vintr::NMI_MASK };
+        let mask = if reflect::keeps_nmi_mask(control) { 0 } else { vintr::NMI_MASK };
         // V_TPR without V_INTR_MASKING is L1's task priority, which L2 may have changed.
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
         let shared = mask | if own_priority { 0 } else { vintr::TPR_MASK };

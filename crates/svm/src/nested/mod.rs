@@ -272,9 +272,9 @@ impl<C: Cpu> Svm<C> {
             && self.vmcb().control.exit_int_info & event::VALID == 0
     }
 
-    /// Whether L2 runs and L1's mask of virtual NMIs stays in block 01: see [`run::keeps_nmi_mask`].
+    /// Whether L2 runs and L1's mask of virtual NMIs stays in block 01: see [`reflect::keeps_nmi_mask`].
     pub(crate) fn l1_keeps_its_nmi_mask(&self) -> bool {
-        let keeps = |s: &KBox<State>| run::keeps_nmi_mask(s.v12.control());
+        let keeps = |s: &KBox<State>| reflect::keeps_nmi_mask(s.v12.control());
         self.features.vnmi && self.level == Level::L2 && self.nested.as_ref().is_some_and(keeps)
     }
 

@@ -7,7 +7,7 @@ use cpu::Cpu;
 use nested_svm::{Outside, checks, merge, permission::OpenWords, reflect};
 use x86::{
     Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Control, ExitCode, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
+    vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
 };
 
 use super::{Seen, paging::has_tables};
@@ -22,13 +22,6 @@ use crate::{
 fn is_known_for_l1s(event_inj: u64) -> bool {
     event_inj & (event::VALID | event::TYPE) == event::VALID | event::NMI
         || is_by_instruction(event_inj)
-}
-
-/// Whether L1's mask of virtual NMIs stays in block 01 while L2 runs: L1 intercepts NMIs. Those of L2 are what L1 injects then,
-/// and their mask is L2's own, or in L1's mind: an NMI masks none of L1's, which would find the next one masked for ever. As on
-/// stock KVM.
-pub(super) fn keeps_nmi_mask(v12: &Control) -> bool {
-    reflect::intercepts(v12, ExitCode::Nmi)
 }
 
 impl<C: Cpu> Svm<C> {
@@ -216,7 +209,7 @@ impl<C: Cpu> Svm<C> {
         let mut stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
         // NMIs that L1 leaves to L2 are masked in either by one mask.
         let nmi = l1_int_ctl & (vintr::NMI_ENABLE | vintr::NMI_MASK);
-        if nmi != 0 && !keeps_nmi_mask(&v12.control) {
+        if nmi != 0 && !reflect::keeps_nmi_mask(&v12.control) {
             block.control.int_ctl |= nmi;
         }
         // Without it L2's CR8 is L1's task priority.

@@ -26,7 +26,7 @@ use super::{
     access::{Blind, Block, Memory},
     kept::{Nested, OfL1},
     list::By,
-    seconds::Sources,
+    seconds::{Source, Sources},
 };
 use crate::{
     features::Features,
@@ -67,16 +67,15 @@ impl<C: Cpu> Vmx<C> {
         Sources {
             // They are opened for what waits for L1, and not for L2.
             // A window of L1's own is in VMCS12, and is composed from there.
-            primary: counted::PROC_CONTROLS.read(vmcs, cpu).without(WINDOWS.bits()),
-            secondary: counted::PROC_CONTROLS2
-                .read(vmcs, cpu)
+            primary: Source::of(counted::PROC_CONTROLS, vmcs, cpu).without(WINDOWS.bits()),
+            secondary: Source::of(counted::PROC_CONTROLS2, vmcs, cpu)
                 // L2's VMREAD and VMWRITE always exit: the shadow VMCS is L1's.
                 .without(ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits()),
-            exit: counted::EXIT_CONTROLS.read(vmcs, cpu),
-            entry: counted::ENTRY_CONTROLS.read(vmcs, cpu),
-            exceptions: counted::EXCEPTION_BITMAP.read(vmcs, cpu),
-            cr0_mask: counted::CR0_MASK.read(vmcs, cpu),
-            cr4_mask: counted::CR4_MASK.read(vmcs, cpu),
+            exit: Source::of(counted::EXIT_CONTROLS, vmcs, cpu),
+            entry: Source::of(counted::ENTRY_CONTROLS, vmcs, cpu),
+            exceptions: Source::of(counted::EXCEPTION_BITMAP, vmcs, cpu),
+            cr0_mask: Source::of(counted::CR0_MASK, vmcs, cpu),
+            cr4_mask: Source::of(counted::CR4_MASK, vmcs, cpu),
             // The offset and the ratio by L0's own words: the field of vmcs01 has the same, but would be a VMREAD.
             tsc_offset: self.tsc_offset,
             tsc_ratio: self.tsc_ratio,

@@ -6,14 +6,40 @@
 
 use core::cell::Cell;
 
+use cpu::Cpu;
 use host::{KBox, NoMemory};
 use nested_vmx::{machine::Composed, merge};
-use x86::{Cr0, Cr4, Gpa};
+use x86::{Cr0, Cr4, Gpa, vmcs::field::Width};
 
-use crate::{fields::Source, passed::Map, vmcs::Vmcs};
+use crate::{fields::Counted, passed::Map, vmcs::Vmcs};
 
 /// So many lie beside the one that L2 is entered with.
 const BESIDE: usize = 3;
+
+/// The value of a counted field. Nothing else makes one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Source<T>(T);
+
+impl<T: Copy> Source<T> {
+    /// The field's value in `vmcs`.
+    #[inline(always)]
+    pub(crate) fn of<W: Width<Value = T>>(field: Counted<W>, vmcs: &Vmcs, cpu: &impl Cpu) -> Self {
+        Self(vmcs.get(cpu, field.slot()))
+    }
+
+    #[inline(always)]
+    pub(crate) fn value(self) -> T {
+        self.0
+    }
+}
+
+impl Source<u32> {
+    /// Without bits of which nothing follows.
+    #[inline(always)]
+    pub(crate) const fn without(self, bits: u32) -> Self {
+        Self(self.0 & !bits)
+    }
+}
 
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
