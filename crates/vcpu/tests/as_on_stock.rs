@@ -89,6 +89,24 @@ fn an_interrupt_that_is_read_and_set_again_comes_once() {
     expect(&mut v, None, 0);
 }
 
+/// KVM_GET_VCPU_EVENTS tells of an interrupt that waits as of one that is injected. Given back, it waits where the guest takes none.
+#[test]
+fn an_interrupt_that_waits_is_not_forced_in_by_getting_and_setting_events() {
+    for open in [false, true] {
+        let mut v = without_irqchip();
+        v.queue_interrupt(Vector(0x31)).unwrap();
+        let events = v.saved_events();
+        assert_eq!(events.interrupt, Some(Vector(0x31)));
+        let mut regs = v.regs();
+        regs.rflags = if open { Rflags::FIXED | Rflags::IF } else { Rflags::FIXED };
+        v.set_regs(&regs);
+        v.restore_events(&events, GivenEvents::default());
+        let (offered, injected) = if open { (None, event::VALID | 0x31) } else { (Some(0x31), 0) };
+        expect(&mut v, offered, injected);
+        expect(&mut v, None, 0);
+    }
+}
+
 #[test]
 fn a_second_interrupt_of_the_vmms_takes_the_place_of_the_first() {
     let mut v = without_irqchip();

@@ -5,6 +5,7 @@ mod rig;
 
 use backend::{Gprs, LiveRegisters, RAX, RCX, RDX};
 use cpu::ModelVmcs;
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{By, RunInput, UserExit};
 use mmu::Format;
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
@@ -209,5 +210,39 @@ fn a_step_over_what_user_space_completes_is_told_at_once() {
         v.set_guest_debug(if goes_on { ENABLE | STEP } else { ENABLE }, [0; 8]);
         let told = v.run(&completes);
         assert_eq!(matches!(told, UserExit::Debug { .. }), goes_on, "{told:?}");
+    }
+}
+
+/// What user space gives that an instruction makes returns behind that instruction, whatever the last exit was.
+#[test]
+fn an_event_of_an_instruction_has_the_length_of_that_and_not_of_the_last_exit() {
+    let int = SavedEvents {
+        interrupt: Some(x86::Vector(0x80)),
+        interrupt_soft: true,
+        ..SavedEvents::default()
+    };
+    let breakpoint = SavedEvents {
+        exception: Some(x86::Exception { vector: x86::Vector(3), ..x86::Exception::ud() }),
+        exception_injected: true,
+        ..SavedEvents::default()
+    };
+    for (events, length) in [(int, 2), (breakpoint, 1)] {
+        for before in [false, true] {
+            let mut v = vcpu();
+            if before {
+                v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+                    exit(ExitReason::Cpuid)(vmcs, gprs);
+                    vmcs.set(field::INSTRUCTION_LENGTH, 3);
+                });
+                run(&mut v);
+            }
+            v.restore_events(&events, GivenEvents::default());
+            v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+                assert_ne!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+                assert_eq!(vmcs.get(field::ENTRY_INSTRUCTION_LENGTH), length, "{before}");
+                shutdown(vmcs, gprs);
+            });
+            assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        }
     }
 }

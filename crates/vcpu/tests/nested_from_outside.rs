@@ -324,6 +324,45 @@ fn an_event_that_a_saved_state_names_twice_comes_once() {
     }
 }
 
+/// What L1 injected was on its way where the state was saved: it is among the vCPU's events, and VMCS12 has its type and its length. A signal
+/// comes before the entry, or does not.
+#[test]
+fn an_event_of_l1s_on_its_way_has_its_type_and_its_length_behind_a_restore() {
+    let soft = |vector| SavedEvents {
+        interrupt: Some(Vector(vector)),
+        interrupt_soft: true,
+        ..SavedEvents::default()
+    };
+    let cases = [(0x480, 0x80, 2), (0x480, 0x80, 3), (0x501, 1, 1)];
+    let ways = (0..4).map(|n| (n & 1 != 0, n & 2 != 0));
+    for (state_first, signal) in ways {
+        for (word, vector, length) in cases {
+            let mut v = vmcs12();
+            v.set(field::ENTRY_INTERRUPTION, word);
+            v.set(field::ENTRY_INSTRUCTION_LENGTH, length);
+            let mut machine = Hypervisor::on(features(), &v);
+            let header = Header { flags: GUEST_MODE, ..header(&mut machine) };
+            let state = rig::nested_vmx::state_of(&header, &v);
+            let mut regs = machine.vcpu.regs();
+            regs.rip = L2_RIP;
+            machine.vcpu.set_regs(&regs);
+            rig::restore(&mut machine.vcpu, &state, &soft(vector), state_first);
+            if signal {
+                surroundings::set_signal_pending(true);
+                assert_eq!(machine.run(), UserExit::Intr);
+                surroundings::set_signal_pending(false);
+            }
+            machine.then(move |vmcs, gprs| {
+                assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), word | 1 << 31);
+                assert_eq!(vmcs.get(field::ENTRY_INSTRUCTION_LENGTH), length);
+                shutdown(vmcs, gprs);
+            });
+            machine.then(shutdown);
+            assert_eq!(machine.run(), UserExit::Shutdown);
+        }
+    }
+}
+
 /// What user space gives L2 by KVM_SET_VCPU_EVENTS and by KVM_SET_NESTED_STATE is the same in either order, and whatever the
 /// vCPU did before and had to give: it runs L1 or an L2, with an event of its own or not.
 #[test]

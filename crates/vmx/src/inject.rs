@@ -108,12 +108,15 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// The word with which L1 has injected this event, which is to be injected again: its neutral form does not have all types.
+    /// The word with which L1 has injected this event, which is to be injected again, and its length: its neutral form does not have all types,
+    /// and no length.
     #[cold]
     #[inline(never)]
-    fn take_repeated(&mut self, event: Event) -> Option<u32> {
-        let word = core::mem::take(&mut self.cold.of_l1.repeated);
-        is_of(word, event).then_some(word)
+    fn take_repeated(&mut self, event: Event) -> Option<(u32, u32)> {
+        let of_l1 = &mut self.cold.of_l1;
+        let (word, length) =
+            (core::mem::take(&mut of_l1.repeated), core::mem::take(&mut of_l1.length));
+        is_of(word, event).then_some((word, length))
     }
 
     /// The last exit was an INT1, behind which its handler returns.
@@ -122,6 +125,19 @@ impl<C: Cpu> Vmx<C> {
         self.get(fields::EXIT_REASON) == u32::from(ExitReason::ExceptionOrNmi.0)
             && self.get(fields::EXIT_INTERRUPTION) & (event::VALID | event::TYPE)
                 == event::VALID | event::PRIVILEGED_SOFT_EXCEPTION
+    }
+
+    /// The length of the instruction at RIP that makes the event `info`, which is injected.
+    fn length_at(&self, info: u32) -> u32 {
+        const WHAT: u32 = event::VALID | event::TYPE | event::VECTOR;
+        // It was interrupted in its delivery, or is given back by a debugger that the exit was for.
+        let is_exits = self.get(fields::EXIT_REASON) == u32::from(ExitReason::ExceptionOrNmi.0)
+            && (self.get(fields::EXIT_INTERRUPTION) ^ info) & WHAT == 0;
+        if self.cold.of_l1.runs || is_exits {
+            return self.event_length();
+        }
+        // The VMM's: the last exit was another's. INT n has two bytes, and INT3, INTO and INT1 have one.
+        if info & event::TYPE == event::SOFT { 2 } else { 1 }
     }
 
     /// The length of the instruction that made an event: that of the last exit where it is one,
@@ -253,8 +269,11 @@ impl<C: Cpu> Injection for Vmx<C> {
         // An entry refuses an interrupt in a shadow, and an NMI behind MOV SS (SDM vol. 3C §27.3.1.5).
         self.clear_ended_shadow();
         let mut info = encode(event, self.cr0);
-        if self.cold.of_l1.repeated != 0 {
-            info = self.take_repeated(event).unwrap_or(info);
+        let mut length = 0;
+        if self.cold.of_l1.repeated != 0
+            && let Some(repeated) = self.take_repeated(event)
+        {
+            (info, length) = repeated;
         }
         if let Event::Exception(e) = event {
             self.end_halt();
@@ -285,7 +304,8 @@ impl<C: Cpu> Injection for Vmx<C> {
                 info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
             }
             // Where the handler returns to: RIP and this.
-            self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
+            let length = if length == 0 { self.length_at(info) } else { length };
+            self.set(fields::ENTRY_INSTRUCTION_LENGTH, length);
         }
         if self.cold.of_l1.runs {
             self.cold.of_l1.injected = info & event::WHOLE;
@@ -310,9 +330,12 @@ impl<C: Cpu> Injection for Vmx<C> {
         let taken = decode(info, self.get(fields::ENTRY_ERROR_CODE));
         if self.cold.of_l1.runs {
             // It may be injected again, and its neutral form does not have all types. What it has follows from the mode of then.
-            let loses = |event| (encode(event, self.cr0) ^ info) & event::TYPE != 0;
+            let loses =
+                |event| has_length(info) || (encode(event, self.cr0) ^ info) & event::TYPE != 0;
             let kept = if taken.is_some_and(loses) { info & event::WHOLE } else { 0 };
-            self.cold.of_l1.repeated = kept;
+            let length =
+                if has_length(kept) { self.get(fields::ENTRY_INSTRUCTION_LENGTH) } else { 0 };
+            (self.cold.of_l1.repeated, self.cold.of_l1.length) = (kept, length);
         }
         taken
     }

@@ -61,6 +61,8 @@ pub(crate) struct Given {
     pub again: bool,
     /// [`Events::exception`].
     pub exception: bool,
+    /// [`Events::again`], by KVM_SET_VCPU_EVENTS, which is told of what waits as of what is injected.
+    pub may_wait: bool,
 }
 
 /// What is for the outer loop, or to be told of by [`crate::observe`]: a bit each, so that nothing, which

@@ -457,6 +457,7 @@ impl<B: Backend> Vcpu<B> {
             self.pending.raise();
             self.events.settle_injection(&mut self.b);
             self.settle_exception();
+            self.settle_interrupt();
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }

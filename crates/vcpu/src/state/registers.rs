@@ -312,6 +312,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.given = Given {
             again: self.events.again.is_some(),
             exception: self.events.exception.is_some(),
+            may_wait: self.events.again.is_some(),
         };
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
@@ -370,7 +371,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.own_external(&self.shared) != Some(vector) {
             self.events.forget_interrupt(&self.shared);
             self.events.again = Some(Event::Interrupt(vector));
-            self.rare.given.again = true;
+            (self.rare.given.again, self.rare.given.may_wait) = (true, false);
             self.shared.request(Request::Event);
         }
     }

@@ -149,3 +149,17 @@ fn an_nmi_behind_sti_keeps_its_window_while_l1_reads_a_field() {
     let word = ProcControls::from_bits_retain(r.v.get(fields::PROC_CONTROLS));
     assert!(word.contains(ProcControls::INTERRUPT_WINDOW));
 }
+
+/// What is restored of an event of L1's is injected, is taken back for a signal, and is injected: no exit tells its length.
+#[test]
+fn an_event_of_l1s_that_is_taken_back_keeps_its_length() {
+    let mut r = in_l2();
+    (r.v.cold.of_l1.repeated, r.v.cold.of_l1.length) = (0x8000_0480, 5);
+    let int = backend::Event::Software(x86::Vector(0x80));
+    for _ in 0..2 {
+        r.v.inject(int);
+        assert_eq!(r.v.get(fields::ENTRY_INTERRUPTION), 0x8000_0480);
+        assert_eq!(r.v.get(fields::ENTRY_INSTRUCTION_LENGTH), 5);
+        assert_eq!(r.v.cancel_injection(), Some(int));
+    }
+}

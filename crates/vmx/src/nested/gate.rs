@@ -146,7 +146,10 @@ impl<C: Cpu> Vmx<C> {
                 _ => 0,
             };
             // Of the last exit: for events that an instruction made it is the length of that.
-            let length = self.get(fields::INSTRUCTION_LENGTH);
+            let length = match self.cold.of_l1.length {
+                0 => self.get(fields::INSTRUCTION_LENGTH),
+                kept => kept,
+            };
             events::tell_interrupted(report, Undelivered { information, error_code, length });
         }
     }

@@ -32,6 +32,8 @@ pub(crate) struct OfL1 {
     pub(crate) exceptions: u32,
     /// An event of L1's whose delivery was interrupted, and that is to be injected again, as L1 has it; 0: there is none.
     pub(crate) repeated: u32,
+    /// The length of the instruction that it stands for, where the last exit does not tell it: it was taken back, or restored. 0: that of the exit.
+    pub(crate) length: u32,
     /// What the vCPU has injected last, an event of L1's among it that a restored state has had among the vCPU's.
     pub(crate) injected: u32,
     /// CR0 bits that are L1's own in L2.

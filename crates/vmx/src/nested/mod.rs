@@ -190,7 +190,9 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         let is_told = |word: u32| (word ^ told) & (event::VALID | event::TYPE | event::VECTOR) == 0;
         let is_l1s = told & event::VALID != 0 && (is_told(asked) || is_told(injected));
         if self.cold.of_l1.runs {
-            self.cold.of_l1.repeated = if is_l1s { told & event::WHOLE } else { 0 };
+            let of_l1 = &mut self.cold.of_l1;
+            // Its length is that of this exit.
+            (of_l1.repeated, of_l1.length) = (if is_l1s { told & event::WHOLE } else { 0 }, 0);
         }
         is_l1s
     }

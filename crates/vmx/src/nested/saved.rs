@@ -9,7 +9,7 @@ use nested_vmx::machine::{EntryBy, PendingEntry};
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use nested_vmx::{apic_page, virtual_interrupts};
-use x86::vmcs::{EntryControls, PinControls, field, interruptibility};
+use x86::vmcs::{EntryControls, PinControls, event, field, interruptibility};
 use x86::{Cr0, Dr7, Efer};
 
 use super::{
@@ -17,7 +17,7 @@ use super::{
     kept::{Nested, OtherMsrs},
     shadow::Taken,
 };
-use crate::{fields, state::Vmx};
+use crate::{fields, inject, state::Vmx};
 
 const SHADOWS: u32 = interruptibility::STI | interruptibility::MOV_SS;
 
@@ -128,6 +128,21 @@ impl<C: Cpu> Vmx<C> {
 
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
     /// vCPU's before, or L2's own at the SMI; of `others`, if they are not known, VMCS12 has what there is.
+    /// What L1 injected and was on its way is among the state's events of the vCPU, without all of its kind and without its length. VMCS12
+    /// has both, or those of an event of long ago, which no event is then.
+    fn keep_undelivered(&mut self, n: &Nested) {
+        let v = n.machine.vmcs12();
+        let word = v.get(field::ENTRY_INTERRUPTION) & event::WHOLE;
+        // An INT3 and an exception of vector 3 have one neutral form.
+        let is_exception =
+            word & event::TYPE == event::EXCEPTION && matches!(word & event::VECTOR, 3 | 4);
+        if inject::has_length(word) || is_exception {
+            let of_l1 = &mut self.cold.of_l1;
+            of_l1.repeated = word | event::VALID;
+            of_l1.length = v.get(field::ENTRY_INSTRUCTION_LENGTH);
+        }
+    }
+
     pub(super) fn resume_l2<M: L1Memory>(
         &mut self,
         n: &mut Nested,
@@ -143,6 +158,7 @@ impl<C: Cpu> Vmx<C> {
         // Of vmcs01: a step that pends in a shadow of L1's is over with its entry, and behind an exit none pends (SDM vol. 3C §28.5).
         n.other.set_rarely(&self.cpu, fields::GUEST_PENDING_DEBUG, 0);
         if !pending {
+            self.keep_undelivered(n);
             self.set_rarely(fields::GUEST_DR7, dr7);
             if let Some(OtherMsrs { pat, debugctl, .. }) = others {
                 self.set_rarely(fields::GUEST_PAT, pat);
