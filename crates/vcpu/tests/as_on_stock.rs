@@ -89,21 +89,50 @@ fn an_interrupt_that_is_read_and_set_again_comes_once() {
     expect(&mut v, None, 0);
 }
 
-/// KVM_GET_VCPU_EVENTS tells of an interrupt that waits as of one that is injected. Given back, it waits where the guest takes none.
+/// KVM_GET_VCPU_EVENTS tells of an interrupt that waits as of one that is injected. Given back, it waits; on another vCPU, where the guest
+/// takes none.
 #[test]
 fn an_interrupt_that_waits_is_not_forced_in_by_getting_and_setting_events() {
-    for open in [false, true] {
+    for (open, other) in [(false, false), (false, true), (true, false), (true, true)] {
         let mut v = without_irqchip();
         v.queue_interrupt(Vector(0x31)).unwrap();
         let events = v.saved_events();
         assert_eq!(events.interrupt, Some(Vector(0x31)));
         let mut regs = v.regs();
         regs.rflags = if open { Rflags::FIXED | Rflags::IF } else { Rflags::FIXED };
+        if other {
+            v = without_irqchip();
+        }
         v.set_regs(&regs);
         v.restore_events(&events, GivenEvents::default());
-        let (offered, injected) = if open { (None, event::VALID | 0x31) } else { (Some(0x31), 0) };
+        let (offered, injected) =
+            if open && other { (None, event::VALID | 0x31) } else { (Some(0x31), 0) };
         expect(&mut v, offered, injected);
         expect(&mut v, None, 0);
+    }
+}
+
+/// An interrupt waits while an exception or an NMI is delivered again: both are told of, and neither is lost.
+#[test]
+fn an_interrupt_that_waits_beside_an_event_is_kept_with_it() {
+    let ud = SavedEvents {
+        exception: Some(x86::Exception::ud()),
+        exception_injected: true,
+        ..SavedEvents::default()
+    };
+    let nmi = SavedEvents { nmi_injected: true, ..SavedEvents::default() };
+    let cases = [(ud, event::VALID | event::EXCEPTION | 6), (nmi, event::VALID | event::NMI | 2)];
+    for (events, injected) in cases {
+        let mut v = without_irqchip();
+        let both = SavedEvents { interrupt: Some(Vector(0x31)), ..events };
+        v.restore_events(&both, GivenEvents::default());
+        let told = v.saved_events();
+        assert_eq!((told.interrupt, told.nmi_injected), (both.interrupt, both.nmi_injected));
+        assert_eq!(told.exception_injected, both.exception_injected);
+        v.backend().cpu().inner().injects(injected);
+        v.backend().cpu().inner().then(exit(ExitCode::Hlt));
+        assert_eq!(run(&mut v), UserExit::Hlt);
+        assert_eq!(v.saved_events().interrupt, Some(Vector(0x31)));
     }
 }
 

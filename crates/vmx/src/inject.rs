@@ -130,10 +130,10 @@ impl<C: Cpu> Vmx<C> {
     /// The length of the instruction at RIP that makes the event `info`, which is injected.
     fn length_at(&self, info: u32) -> u32 {
         const WHAT: u32 = event::VALID | event::TYPE | event::VECTOR;
-        // It was interrupted in its delivery, or is given back by a debugger that the exit was for.
+        // It is given back by a debugger that the exit was for.
         let is_exits = self.get(fields::EXIT_REASON) == u32::from(ExitReason::ExceptionOrNmi.0)
             && (self.get(fields::EXIT_INTERRUPTION) ^ info) & WHAT == 0;
-        if self.cold.of_l1.runs || is_exits {
+        if is_exits {
             return self.event_length();
         }
         // The VMM's: the last exit was another's. INT n has two bytes, and INT3, INTO and INT1 have one.
@@ -269,11 +269,11 @@ impl<C: Cpu> Injection for Vmx<C> {
         // An entry refuses an interrupt in a shadow, and an NMI behind MOV SS (SDM vol. 3C §27.3.1.5).
         self.clear_ended_shadow();
         let mut info = encode(event, self.cr0);
-        let mut length = 0;
+        let mut kept = None;
         if self.cold.of_l1.repeated != 0
-            && let Some(repeated) = self.take_repeated(event)
+            && let Some((word, length)) = self.take_repeated(event)
         {
-            (info, length) = repeated;
+            (info, kept) = (word, Some(length));
         }
         if let Event::Exception(e) = event {
             self.end_halt();
@@ -304,7 +304,12 @@ impl<C: Cpu> Injection for Vmx<C> {
                 info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
             }
             // Where the handler returns to: RIP and this.
-            let length = if length == 0 { self.length_at(info) } else { length };
+            let length = match kept {
+                None => self.length_at(info),
+                // Its delivery was interrupted by the last exit.
+                Some(0) => self.event_length(),
+                Some(length) => length,
+            };
             self.set(fields::ENTRY_INSTRUCTION_LENGTH, length);
         }
         if self.cold.of_l1.runs {

@@ -336,7 +336,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(event @ Event::Interrupt(_)) = self.events.again
             && self.rare.given.may_wait
             && !self.shared.in_kernel_apic
-            && !interrupts_open(&self.b)
+            && (!interrupts_open(&self.b) || self.rare.debug.blocks_events())
             && !self.is_l1s_for_l2(event)
         {
             self.put_back_again();

@@ -288,11 +288,18 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_VCPU_EVENTS. What is not `given` stays as it is.
     pub fn restore_events(&mut self, e: &SavedEvents, given: GivenEvents) {
+        // One of KVM_INTERRUPT's that waits is told of as one that is injected: given back, it is the one that waits. So is one that is told of
+        // beside what is injected, for one is injected at a time.
+        let is_own = !self.shared.in_kernel_apic && !e.interrupt_soft;
+        let waited = !matches!(self.events.again, Some(Event::Interrupt(_) | Event::Software(_)))
+            && self.events.own_external(&self.shared) == e.interrupt;
+        let beside = e.exception.is_some() && e.exception_injected || e.nmi_injected;
+        let waits = is_own && (waited || beside);
         // What waited belongs to the state that is replaced.
         self.events.again = None;
         self.events.exception = None;
         if !self.shared.in_kernel_apic {
-            self.events.external = None;
+            self.events.external = if waits { e.interrupt } else { None };
         }
         match e.exception {
             Some(x) if e.exception_injected => self.events.again = Some(Event::Exception(x)),
@@ -301,6 +308,7 @@ impl<B: Backend> Vcpu<B> {
         // One is injected at a time. An exception goes first.
         if let Some(vector) = e.interrupt
             && self.events.again.is_none()
+            && !waits
         {
             let event =
                 if e.interrupt_soft { Event::Software(vector) } else { Event::Interrupt(vector) };

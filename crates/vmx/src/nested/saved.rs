@@ -116,7 +116,11 @@ impl<C: Cpu> Vmx<C> {
             // Behind the regions: vmcs02 is composed from VMCS12.
             // The vCPU's registers were set before the nested state: VMMs do it in that order.
             let others = Some(self.other_msrs());
+            let pending = n.machine.run_pending;
             self.resume_l2(n, gprs, others, &memory);
+            if !pending {
+                self.keep_undelivered(n);
+            }
         }
     }
 
@@ -126,23 +130,26 @@ impl<C: Cpu> Vmx<C> {
         OtherMsrs { pat, debugctl, efer: self.efer }
     }
 
-    /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
-    /// vCPU's before, or L2's own at the SMI; of `others`, if they are not known, VMCS12 has what there is.
     /// What L1 injected and was on its way is among the state's events of the vCPU, without all of its kind and without its length. VMCS12
-    /// has both, or those of an event of long ago, which no event is then.
+    /// has both, or those of an event of long ago, which no event is then. Nobody has checked them.
     fn keep_undelivered(&mut self, n: &Nested) {
         let v = n.machine.vmcs12();
-        let word = v.get(field::ENTRY_INTERRUPTION) & event::WHOLE;
+        // Neither INT n nor #BP has an error code.
+        let word = v.get(field::ENTRY_INTERRUPTION) & (event::TYPE | event::VECTOR);
         // An INT3 and an exception of vector 3 have one neutral form.
         let is_exception =
             word & event::TYPE == event::EXCEPTION && matches!(word & event::VECTOR, 3 | 4);
         if inject::has_length(word) || is_exception {
+            let length = v.get(field::ENTRY_INSTRUCTION_LENGTH);
             let of_l1 = &mut self.cold.of_l1;
             of_l1.repeated = word | event::VALID;
-            of_l1.length = v.get(field::ENTRY_INSTRUCTION_LENGTH);
+            // An entry is refused with any other length (SDM vol. 3C §27.2.1.3).
+            of_l1.length = if matches!(length, 1..=15) { length } else { 0 };
         }
     }
 
+    /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
+    /// vCPU's before, or L2's own at the SMI; of `others`, if they are not known, VMCS12 has what there is.
     pub(super) fn resume_l2<M: L1Memory>(
         &mut self,
         n: &mut Nested,
@@ -158,7 +165,6 @@ impl<C: Cpu> Vmx<C> {
         // Of vmcs01: a step that pends in a shadow of L1's is over with its entry, and behind an exit none pends (SDM vol. 3C §28.5).
         n.other.set_rarely(&self.cpu, fields::GUEST_PENDING_DEBUG, 0);
         if !pending {
-            self.keep_undelivered(n);
             self.set_rarely(fields::GUEST_DR7, dr7);
             if let Some(OtherMsrs { pat, debugctl, .. }) = others {
                 self.set_rarely(fields::GUEST_PAT, pat);
