@@ -56,6 +56,26 @@ fn an_interrupt_for_an_l2_that_the_cpu_refuses_is_told_to_l1() {
     assert_eq!((machine.get(EXITINTINFO), machine.get(EVENTINJ)), (INTERRUPT, 0));
 }
 
+/// An interrupt of the VMM's local APIC that is to end L2's run is read and set again with the events: it is L1's still.
+#[test]
+fn an_interrupt_that_waits_for_l1_is_not_given_to_l2_by_getting_and_setting_events() {
+    const INTR: u64 = 1;
+    let mut machine = intercepting(INTR);
+    machine.put(RFLAGS, Rflags::IF.bits() | 2);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    let events = machine.vcpu.saved_events();
+    assert_eq!(events.interrupt, Some(Vector(0x40)));
+    machine.vcpu.restore_events(&events, GivenEvents::default());
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.event_inj), (BEHIND, 0));
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Intr.0);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(Vector(0x40)));
+}
+
 #[test]
 fn what_l1_injects_into_an_l2_that_the_cpu_refuses_stays_in_its_block() {
     let mut machine = intercepting(0);
