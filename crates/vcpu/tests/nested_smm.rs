@@ -4,7 +4,7 @@
 mod rig;
 
 use backend::RAX;
-use gannet_vcpu::{By, UserExit};
+use gannet_vcpu::{By, UserExit, state::registers::GivenEvents};
 use rig::nested::{BLOCK, Hypervisor, KEPT, L1_RIP, L1_ROOT, L2_RIP, SMBASE, vmrun};
 use rig::{exit, shutdown};
 use x86::vmcb::{ExitCode, SEG_CS, event};
@@ -318,4 +318,33 @@ fn rsm_goes_on_in_an_l2_whose_l1_does_not_page() {
     machine.then(exit(ExitCode::Rsm));
     machine.then(exit(ExitCode::Hlt));
     assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// Another vCPU sends an SMI between KVM_GET_VCPU_EVENTS and KVM_SET_VCPU_EVENTS: it is none of what is set.
+#[test]
+fn an_smi_that_came_behind_the_get_outlasts_the_set() {
+    let mut machine = Hypervisor::new(false).with_smram();
+    let events = machine.vcpu.saved_events();
+    assert!(!events.smi.pending);
+    machine.vcpu.queue_smi();
+    machine.vcpu.restore_events(&events, GivenEvents::default());
+    machine.vcpu.restore_smi(&events.smi);
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.save.segments[SEG_CS].base), (0x8000, SMBASE));
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+
+    // One that was told of as pending is replaced.
+    let mut machine = Hypervisor::new(false).with_smram();
+    machine.vcpu.queue_smi();
+    let mut events = machine.vcpu.saved_events();
+    assert!(core::mem::take(&mut events.smi.pending));
+    machine.vcpu.restore_smi(&events.smi);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L1_RIP);
+        assert_ne!(vmcb.save.segments[SEG_CS].base, SMBASE);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
 }

@@ -401,7 +401,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_VCPU_EVENTS with its SMM flag.
     pub fn restore_smi(&mut self, smi: &SavedSmi) {
-        let _ = self.shared.take_request(Request::Smi);
+        // An SMI that another vCPU has sent since the VMM asked for the state is none of that state: its request stays.
         if self.shared.in_kernel_apic {
             self.smm.latched_init = false;
             self.shared.set_init(smi.latched_init);
