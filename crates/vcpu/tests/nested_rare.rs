@@ -363,3 +363,28 @@ fn an_int_of_l1s_goes_in_at_the_rip_that_comes_behind_its_state() {
         takes_int_twice(&mut other, end);
     }
 }
+
+/// L1 injects INT n, and L2 has no gate for it: the fault comes alone, and INT n is lost, as in a CPU. Injected once more it would
+/// fault once more, and the two would be a double fault.
+#[test]
+fn an_int_of_l1s_without_a_gate_is_lost() {
+    for injected in [event::SOFT | 0x80, event::EXCEPTION | 3] {
+        let injected = event::VALID | injected;
+        let mut machine = intercepting(0);
+        machine.put(EVENTINJ, injected);
+        machine.put(BLOCK + 0xc8, L2_RIP + 2);
+        machine.vmrun();
+        machine.then(move |vmcb, gprs| {
+            exit(ExitCode::ExcpGp)(vmcb, gprs);
+            vmcb.control.exit_info_1 = 0x802;
+            vmcb.control.exit_int_info = injected;
+        });
+        let fault = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
+        machine.vcpu.backend().cpu().inner().injects(fault | 0x802 << 32);
+        machine.then(exit(ExitCode::Wbinvd));
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events(), SavedEvents::default());
+    }
+}

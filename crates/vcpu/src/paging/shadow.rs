@@ -344,12 +344,14 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The interrupt or NMI whose delivery was to be done again waits where it waited before; one that L1 has injected
-    /// into L2 is lost.
+    /// into L2 is lost, and so is INT n.
     #[cold]
     #[inline(never)]
     fn put_back_again(&mut self) {
         match self.events.again {
             Some(event) if self.is_l1s_for_l2(event) => self.events.again = None,
+            // Its instruction is executed again behind the fault's handler. One that L1 has injected has none, and is lost.
+            Some(Event::Software(_)) => self.events.again = None,
             Some(Event::Interrupt(vector)) => {
                 self.events.again = None;
                 if !self.shared.in_kernel_apic {
