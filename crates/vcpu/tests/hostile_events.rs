@@ -9,7 +9,7 @@ use gannet_vcpu::{
 };
 use proptest::prelude::*;
 use rig::{Machine, vcpu_of, vmx};
-use x86::{Exception, Vector};
+use x86::{Dr7, Exception, Vector};
 
 /// An event as KVM_SET_VCPU_EVENTS gives it once KVM_CAP_EXCEPTION_PAYLOAD is on.
 fn with_payload(vector: u8, payload: u64) -> SavedEvents {
@@ -110,4 +110,38 @@ fn an_nmi_behind_the_shadow_of_sti_waits_for_the_interrupt_window() {
         vmx::shutdown(vmcs, gprs);
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+/// #DB clears GD when it is delivered, whatever it carries; one that was injected before has done so already.
+#[test]
+fn a_debug_exception_without_payload_ends_general_detect() {
+    const DR7: u64 = 0x400;
+    for (injected, payload) in [(false, None), (false, Some(0x2000)), (true, None)] {
+        let exception = Exception { vector: Vector(1), error_code: None, payload };
+        let events = SavedEvents {
+            exception: Some(exception),
+            exception_injected: injected,
+            ..SavedEvents::default()
+        };
+        let left = if injected { DR7 | Dr7::GD } else { DR7 };
+        let before = [1, 2, 3, 4, 0xffff_0ff0, DR7 | Dr7::GD];
+
+        let mut v = vmx::vcpu();
+        v.set_debug_regs(before);
+        v.restore_events(&events, GivenEvents::default());
+        v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(x86::vmcs::field::GUEST_DR7), left);
+            vmx::shutdown(vmcs, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+
+        let mut v = vcpu_of(&Machine::default());
+        v.set_debug_regs(before);
+        v.restore_events(&events, GivenEvents::default());
+        v.backend().cpu().inner().then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.dr7, left);
+            rig::shutdown(vmcb, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    }
 }

@@ -506,7 +506,7 @@ impl<B: Backend> Vcpu<B> {
             self.events.hurry_smi();
             self.hurry_exception(kernel);
         } else if let Some(exception) = self.events.exception.take() {
-            let exception = self.rare.debug.deliver(exception);
+            let exception = self.rare.debug.deliver(&mut self.b, exception);
             inject_exception(&mut self.b, exception);
             self.events.hurry_smi();
         }

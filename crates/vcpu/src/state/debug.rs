@@ -83,18 +83,34 @@ impl Debug {
         }
     }
 
-    /// An exception on its way to the guest: where the VMM's breakpoints are in the hardware, what a #DB leaves in DR6 and
-    /// DR7 is left in the guest's own.
-    pub(crate) fn deliver(&mut self, exception: Exception) -> Exception {
+    /// An exception on its way to the guest, which no entry has injected before.
+    #[inline]
+    pub(crate) fn deliver(&mut self, b: &mut impl Backend, exception: Exception) -> Exception {
         const DB: u8 = 1;
-        match (&mut self.borrowed, exception) {
-            (Some(borrowed), Exception { vector, payload: Some(bits), .. }) if vector.0 == DB => {
-                let [.., dr6, dr7] = &mut borrowed.own;
-                *dr6 = Dr6::new(*dr6).after_db(bits).bits();
-                *dr7 = Dr7::new(*dr7).without_general_detect().bits();
-                Exception { payload: None, ..exception }
-            }
-            _ => exception,
+        if exception.vector.0 == DB { self.deliver_debug(b, exception) } else { exception }
+    }
+
+    /// #DB clears DR7.GD, with a payload or without. The injection does it with what the payload leaves in DR6, unless the
+    /// VMM's breakpoints are in the hardware: then both are left in the guest's own.
+    #[cold]
+    #[inline(never)]
+    fn deliver_debug(&mut self, b: &mut impl Backend, exception: Exception) -> Exception {
+        let Some(bits) = exception.payload else {
+            self.end_general_detect(b);
+            return exception;
+        };
+        let Some(Borrowed { own: [.., dr6, dr7], .. }) = &mut self.borrowed else {
+            return exception;
+        };
+        *dr6 = Dr6::new(*dr6).after_db(bits).bits();
+        *dr7 = Dr7::new(*dr7).without_general_detect().bits();
+        Exception { payload: None, ..exception }
+    }
+
+    fn end_general_detect(&mut self, b: &mut impl Backend) {
+        let [a, b1, c, d, dr6, dr7] = self.regs(b);
+        if dr7 & Dr7::GD != 0 {
+            self.set_regs(b, [a, b1, c, d, dr6, dr7 & !Dr7::GD]);
         }
     }
 
@@ -198,10 +214,10 @@ impl Debug {
             7 => 5,
             _ => return Err(Stop::Fault(Exception::ud())),
         };
-        let [dr0, dr1, dr2, dr3, dr6, dr7] = self.regs(b);
+        let [.., dr7] = self.regs(b);
         if dr7 & Dr7::GD != 0 {
             // The handler may use them.
-            self.set_regs(b, [dr0, dr1, dr2, dr3, dr6, dr7 & !Dr7::GD]);
+            self.end_general_detect(b);
             return Err(Stop::Fault(Exception::db(Dr6::BD)));
         }
         Ok(index)
