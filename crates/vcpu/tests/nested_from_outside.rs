@@ -2,6 +2,7 @@
 
 mod rig;
 
+use backend::ShadowBy;
 use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{By, RunInput, UserExit};
 use host::std_port::test as surroundings;
@@ -11,8 +12,8 @@ use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use vm::vcpu_shared::MpState;
 use x86::msr::{DEBUGCTL, TSC};
-use x86::vmcs::{ExitReason, field};
-use x86::{Cr0, Cr4, Efer, Vector};
+use x86::vmcs::{ExitReason, field, interruptibility};
+use x86::{Cr0, Cr4, Efer, Rflags, Vector};
 use zerocopy::FromBytes;
 
 /// KVM_STATE_NESTED_GUEST_MODE and KVM_STATE_NESTED_RUN_PENDING.
@@ -364,6 +365,25 @@ fn an_event_of_l1s_on_its_way_has_its_type_and_its_length_behind_a_restore() {
             assert_eq!(machine.run(), UserExit::Shutdown);
         }
     }
+}
+
+/// L1's shadow was given as STI's, with interrupts off, and then comes a state in which L2 runs behind a MOV SS of its own.
+#[test]
+fn a_shadow_that_was_given_to_l1_is_not_l2s() {
+    let mut v = vmcs12();
+    v.set(field::GUEST_INTERRUPTIBILITY, interruptibility::MOV_SS);
+    let mut machine = Hypervisor::on(features(), &v);
+    let header = Header { flags: GUEST_MODE, ..header(&mut machine) };
+    let sti = ShadowBy::Sti;
+    let events = SavedEvents { interrupt_shadow: true, shadow_by: sti, ..SavedEvents::default() };
+    let shadow = GivenEvents { interrupt_shadow: true, ..GivenEvents::default() };
+    machine.vcpu.restore_events(&events, shadow);
+    assert_eq!(machine.vcpu.saved_events().shadow_by, sti);
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&header, &v)).unwrap();
+    let mut regs = machine.vcpu.regs();
+    (regs.rip, regs.rflags) = (L2_RIP, Rflags::FIXED | Rflags::IF);
+    machine.vcpu.set_regs(&regs);
+    assert_eq!(machine.vcpu.saved_events().shadow_by, ShadowBy::MovSs);
 }
 
 /// What user space gives L2 by KVM_SET_VCPU_EVENTS and by KVM_SET_NESTED_STATE is the same in either order, and whatever the

@@ -394,6 +394,8 @@ impl<C: Cpu> Vmx<C> {
         if self.attention & attention::SHADOW != 0 {
             self.end_shadow_for_request();
         }
+        // The guest makes its own shadows from here on.
+        self.attention &= !attention::STI_GIVEN;
         // The last of all: what is loaded after it can leak.
         if self.attention & attention::FLUSH_L1D != 0 && mitigations::flush_before_entry() {
             self.attention &= !attention::FLUSH_L1D;

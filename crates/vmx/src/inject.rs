@@ -196,12 +196,29 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn set_shadow_by(&mut self, by: ShadowBy) {
         // By STI unless it is known to be MOV SS: STI's holds off less.
         // Blocking by STI with interrupts off is refused; that of MOV SS is not.
-        let sti = by != ShadowBy::MovSs && self.rflags().contains(Rflags::IF);
+        let given = by != ShadowBy::MovSs;
+        let sti = given && self.rflags().contains(Rflags::IF);
         self.replace_shadow(if sti { interruptibility::STI } else { interruptibility::MOV_SS });
+        if given && !sti {
+            // A VMM may set RFLAGS behind it.
+            self.attention |= attention::STI_GIVEN;
+        }
+    }
+
+    /// What the shadow that there is stands for.
+    pub(crate) fn shadow_kind(&self) -> ShadowBy {
+        if !self.is_shadowed() {
+            ShadowBy::Unknown
+        } else if self.is_behind_sti() || self.attention & attention::STI_GIVEN != 0 {
+            ShadowBy::Sti
+        } else {
+            ShadowBy::MovSs
+        }
     }
 
     fn replace_shadow(&mut self, bit: u32) {
         self.shadow_over.set(false);
+        self.attention &= !attention::STI_GIVEN;
         // The field before: what was pending in it decides what becomes of a step.
         let before = self.get(fields::GUEST_INTERRUPTIBILITY);
         let state = before & !SHADOW;
@@ -246,6 +263,9 @@ impl<C: Cpu> Vmx<C> {
         if !rflags.contains(Rflags::IF) {
             // Refused with IF clear (SDM vol. 3C §27.3.1.5).
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !interruptibility::STI);
+        } else if self.attention & attention::STI_GIVEN != 0 {
+            self.attention &= !attention::STI_GIVEN;
+            self.set(fields::GUEST_INTERRUPTIBILITY, (state & !SHADOW) | interruptibility::STI);
         }
         self.match_pending_step();
     }

@@ -93,13 +93,7 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn shadow_by(&self) -> ShadowBy {
-        if self.is_behind_sti() {
-            ShadowBy::Sti
-        } else if self.is_shadowed() {
-            ShadowBy::MovSs
-        } else {
-            ShadowBy::Unknown
-        }
+        self.shadow_kind()
     }
 
     fn set_interrupt_shadow_by(&mut self, by: ShadowBy) {

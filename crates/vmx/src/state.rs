@@ -55,9 +55,13 @@ pub(crate) mod attention {
     pub const INTERPRET: u16 = 1 << 9;
     /// Clear the CPU's buffers, at each entry from now on.
     pub const CLEAR: u16 = 1 << 10;
+    /// A shadow that was given as STI's stands as MOV SS's, for interrupts are off: until the entry it is STI's again when
+    /// they come on.
+    pub const STI_GIVEN: u16 = 1 << 11;
 
-    const ALL: [u16; 11] = [
-        FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET, CLEAR,
+    const ALL: [u16; 12] = [
+        FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET,
+        CLEAR, STI_GIVEN,
     ];
     // No two are the same bit.
     const _: () = {

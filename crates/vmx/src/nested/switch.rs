@@ -48,6 +48,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // It was said of the VMCS that goes.
         self.shadow_over.set(false);
+        self.attention &= !attention::STI_GIVEN;
         self.nmi_behind_sti = false;
         // A timer belongs to its VMCS: one that was set for a deadline that nobody watches any more ends each run
         // at its first instruction.
