@@ -172,6 +172,8 @@ pub trait Nested: NestedPaging + NestedState {
     fn injects_for_l1(&self) -> bool;
     /// RIP is now that at which what is prepared goes in: a VMM may have set it behind the state that has the event.
     fn settle_rip(&mut self) {}
+    /// Nothing is to be injected again: what was known of such an event beyond its neutral form is of none.
+    fn forget_repeated(&mut self) {}
     /// The last exit is #GP in no delivery, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
     /// something to the host alone, before they look whether it exits. True: it is such an instruction, and the last
     /// exit is the instruction's from now on.

@@ -386,6 +386,40 @@ fn a_shadow_that_was_given_to_l1_is_not_l2s() {
     assert_eq!(machine.vcpu.saved_events().shadow_by, ShadowBy::MovSs);
 }
 
+/// The state has an INT3 that L1 has injected long ago, and nothing is on its way: a later #BP of user space's has its own length.
+#[test]
+fn what_l1_has_injected_is_no_later_event_of_the_same_vector() {
+    for state_first in [false, true] {
+        let mut v = vmcs12();
+        v.set(field::ENTRY_INTERRUPTION, 0x603);
+        v.set(field::ENTRY_INSTRUCTION_LENGTH, 7);
+        let mut machine = Hypervisor::on(features(), &v);
+        let header = Header { flags: GUEST_MODE, ..header(&mut machine) };
+        let state = rig::nested_vmx::state_of(&header, &v);
+        let mut regs = machine.vcpu.regs();
+        regs.rip = L2_RIP;
+        machine.vcpu.set_regs(&regs);
+        rig::restore(&mut machine.vcpu, &state, &SavedEvents::default(), state_first);
+        machine.then(exit(ExitReason::Wbinvd));
+        machine.then(|vmcs, gprs| {
+            exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+            surroundings::set_signal_pending(true);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        let bp = x86::Exception { vector: Vector(3), error_code: None, payload: None };
+        let given = SavedEvents { exception: Some(bp), ..SavedEvents::default() };
+        machine.vcpu.restore_events(&given, GivenEvents::default());
+        machine.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0x8000_0603);
+            assert_eq!(vmcs.get(field::ENTRY_INSTRUCTION_LENGTH), 1);
+            shutdown(vmcs, gprs);
+        });
+        machine.then(shutdown);
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+}
+
 /// What user space gives L2 by KVM_SET_VCPU_EVENTS and by KVM_SET_NESTED_STATE is the same in either order, and whatever the
 /// vCPU did before and had to give: it runs L1 or an L2, with an event of its own or not.
 #[test]

@@ -238,6 +238,12 @@ impl Events {
     #[cold]
     #[inline(never)]
     pub(crate) fn settle_injection(&mut self, b: &mut impl Backend) {
+        // User space may have taken the event away that was to be injected again.
+        if self.again.is_none()
+            && let Some(nested) = b.nested_mut()
+        {
+            nested.forget_repeated();
+        }
         if !b.injecting() {
             return;
         }

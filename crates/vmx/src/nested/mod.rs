@@ -197,6 +197,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         is_l1s
     }
 
+    fn forget_repeated(&mut self) {
+        (self.cold.of_l1.repeated, self.cold.of_l1.length) = (0, 0);
+    }
+
     fn has_list_msrs(&self) -> bool {
         self.nested.as_ref().is_some_and(|n| n.lists.wait())
     }
