@@ -28,6 +28,7 @@ for script in preinst postinst prerm postrm; do
     chmod 755 "$root/DEBIAN/$script"
 done
 find "$root" -type f ! -path '*/DEBIAN/*' -exec chmod 644 {} +
+install -m 755 "$here/stock-stays" "$source/"
 fill "$here/build-for" >"$root/usr/lib/gannet-dkms/build-for"
 chmod 755 "$root/usr/lib/gannet-dkms/build-for"
 for hooks in postinst.d header_postinst.d; do
