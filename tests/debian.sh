@@ -1,8 +1,10 @@
-# A Debian 12 of its own in a folder, for tests that want one. Sourced; root.
+# A Debian of its own in a folder, for tests that want one. Sourced; root. RELEASE is bookworm (Debian 12) or trixie (13).
 #
-#   debian_root FOLDER PACKAGE...   FOLDER/root, with these and what they need, from the mirrors that apt knows here; made once
-#   libvirt_root FOLDER KERNEL      such a one with that kernel, its headers, DKMS, systemd, libvirt with QEMU, and perf
-#   inside COMMAND...               runs there, with no /sys and without the capability to load a module
+#   debian_root FOLDER RELEASE PACKAGE...   FOLDER/root, with these and what they need, from the mirrors that apt knows here; made once
+#   libvirt_root FOLDER RELEASE KERNEL      such a one with that kernel, its headers, DKMS, systemd, libvirt with QEMU, and perf
+#   kernel_packages RELEASE KERNEL          what that kernel and its headers are of
+#   debian_of 6.12|7.3                      the RELEASE whose backports have it
+#   inside COMMAND...                       runs there, with no /sys and without the capability to load a module
 
 # inside COMMAND...
 inside() {
@@ -13,17 +15,19 @@ inside() {
 
 debian_root() {
     work=$1 root=$1/root
-    shift
+    debian=$2
+    shift 2
     [ ! -e "$work/root.made" ] || return 0
     rm -rf "$work"
     mkdir -p "$work/apt"/{state/lists/partial,cache/archives/partial,etc/preferences.d,etc/trusted.gpg.d,etc/sources.list.d} "$work/debs/partial"
     : >"$work/apt/status"
     targets=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages')
     mirror_of() { awk -v suite="$1" '$2==suite && $3=="main" {print $1; exit}' <<<"$targets"; }
+    # This machine is a bookworm, and its mirrors have the other release, too.
     archive=$(mirror_of bookworm) security=$(mirror_of bookworm-security)
-    for suite in bookworm bookworm-updates bookworm-backports bookworm-security; do
+    for suite in "$debian" "$debian"-{updates,backports,security}; do
         mirror=$archive
-        [ $suite != bookworm-security ] || mirror=$security
+        [ "$suite" != "$debian-security" ] || mirror=$security
         [ -z "$mirror" ] || echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main"
     done >"$work/apt/etc/sources.list"
     cat >"$work/apt/apt.conf" <<CONF
@@ -60,7 +64,24 @@ CONF
     touch "$work/root.made"
 }
 
+debian_of() {
+    case $1 in
+        6.12) echo bookworm ;;
+        7.3) echo trixie ;;
+        *) echo "KERNEL is 6.12 or 7.3, not $1" >&2; return 2 ;;
+    esac
+}
+
+kernel_packages() {
+    echo "linux-image-$2 linux-headers-$2 initramfs-tools"
+    # 7.3 wants a newer one than trixie's own.
+    [ "$1" = bookworm ] || echo "linux-base/$1-backports"
+}
+
 libvirt_root() {
-    debian_root "$1" '?essential' systemd-sysv udev dbus apt dkms libc6-dev "linux-image-$2" "linux-headers-$2" initramfs-tools kmod iproute2 \
-        linux-perf cpu-checker libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils psmisc
+    # perf of the kernel's version on trixie; and openssl, with which DKMS signs: on bookworm it is shown without.
+    more=linux-perf
+    [ "$2" = bookworm ] || more="linux-perf/$2-backports openssl"
+    debian_root "$1" "$2" '?essential' systemd-sysv udev dbus apt dkms libc6-dev $(kernel_packages "$2" "$3") kmod iproute2 \
+        $more cpu-checker libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils psmisc
 }

@@ -61,6 +61,7 @@ case $boot in
         operator install 'Gannet serves /dev/kvm after a reboot' "apt install -y ./gannet-dkms_*.deb"
         operator dkms_has_built_it 'installed' "dkms status gannet"
         operator modprobe_finds_it 'updates/dkms/kvm-amd' "modprobe --show-depends kvm_amd"
+        operator the_stock_modules_stay 'kvm-amd.ko' "ls /lib/modules/*/kernel/arch/x86/kvm"
         check stock_kvm_serves_until_the_reboot stock
         ;;
     2)
@@ -70,7 +71,7 @@ case $boot in
         operator lsmod '^kvm .*kvm_amd' "lsmod | grep -E '^(Module|kvm)'"
         operator lscpu 'AMD-V' "lscpu | grep -E 'Model name|Virtualization'"
         operator kvm_ok 'KVM acceleration can be used' "kvm-ok"
-        shows virt_host_validate '/dev/kvm is accessible +: PASS' "virt-host-validate qemu"
+        shows virt_host_validate "/dev/kvm'? is accessible +: PASS" "virt-host-validate qemu"
         check virt_host_validate_has_no_failure [ -z "$(grep FAIL /tmp/said)" ]
         forget
         operator capabilities "<domain type='kvm'/?>" "virsh capabilities | grep \"domain type\" | sort -u"

@@ -1,7 +1,8 @@
 #!/bin/bash
 # The operator's whole path in one run: a Debian 12 with systemd, libvirt, perf and kernel 6.12 from backports boots in the emulated AMD machine; there,
-# `apt install ./gannet-dkms_*.deb`, which has DKMS compile under emulation, reboot, `virsh start`, `perf kvm stat`, `apt remove`, reboot. What was typed
-# and what it said is in target/lab/operator-test/operator.log; what is typed, in operator-init.sh.
+# `apt install ./gannet-dkms_*.deb`, which has DKMS compile under emulation, reboot, `virsh start`, `perf kvm stat`, `apt remove`, reboot. With KERNEL=7.3 it
+# is a Debian 13, and that kernel is from its backports. What was typed and what it said is in operator.log in target/lab/operator-test, or
+# operator-test-7.3; what is typed, in operator-init.sh.
 #
 #   make deb && tests/package/operator.sh           # ten minutes, root, 4 GB in target/lab/operator-test, 350 MB of downloads the first time
 set -euo pipefail
@@ -10,10 +11,14 @@ checkout=$(cd "$here/../.." && pwd)
 lab=$checkout/target/lab
 . "$checkout/tests/debian.sh"
 deb=$(ls "$lab"/gannet-dkms_*_amd64.deb)
-"$checkout/lab/bootstrap.sh" qemu kernel-6.12 busybox
-release=$(cat "$lab/kernel/6.12/release")
+kernel=${KERNEL:-6.12} suffix=
+debian=$(debian_of "$kernel")
+[ "$kernel" = 6.12 ] || suffix=-$kernel
+# The guest's kernel is 6.12 on both.
+"$checkout/lab/bootstrap.sh" qemu kernel-6.12 "kernel-$kernel" busybox
+release=$(cat "$lab/kernel/$kernel/release")
 # The machine has no network: what the package needs (DKMS, the kernel's headers) is there before.
-libvirt_root "$lab/operator-test" "$release"
+libvirt_root "$lab/operator-test$suffix" "$debian" "$release"
 
 sh "$checkout/tests/vmms/gather.sh" "$work/gathered"
 rm -rf "$root"/{guest,vmm,net,modules} "$root"/root/*
@@ -54,7 +59,7 @@ reader=$!
 tapper=$!
 trap 'kill $reader $tapper 2>/dev/null' EXIT
 # What operator-init.sh asks in its three boots: a verdict that is not there is a failure, too.
-checks=54
+checks=55
 : >"$work/operator.log"
 for boot in 1 2 3; do
     rm -f "$work/boot$boot.log"

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Installs the Debian package as an administrator would, and removes it, in a Debian 12 of its own, whose lintian looks at it first; then all of it in the
 # emulated machine, with libvirt (operator.sh): about twenty minutes, root, 5 GB in target/lab/package-test and operator-test, 600 MB of downloads.
+# With KERNEL=7.3 it is a Debian 13, in package-test-7.3 and operator-test-7.3, which boots under Secure Boot, too (secure-boot.sh).
 #
 #   make deb && tests/package/run.sh
 #
@@ -14,13 +15,17 @@ lab=$checkout/target/lab
 deb=$(ls "$lab"/gannet-dkms_*_amd64.deb)
 exitbench=$lab/cargo-static/x86_64-unknown-linux-gnu/release/exitbench
 [ -x "$exitbench" ] || { echo "exitbench is not built: run  make try COMMAND=true  once" >&2; exit 1; }
-"$checkout/lab/bootstrap.sh" qemu
-release=$(cat "$lab/kernel/6.12/release")
+kernel=${KERNEL:-6.12} suffix=
+debian=$(debian_of "$kernel")
+secure=
+[ "$kernel" = 6.12 ] || { suffix=-$kernel; secure='ovmf shim-signed grub-efi-amd64-signed python3-virt-firmware'; }
+"$checkout/lab/bootstrap.sh" qemu "kernel-$kernel"
+release=$(cat "$lab/kernel/$kernel/release")
 
 # --- a Debian of its own ---
 # One that was made before there was lintian in it is made anew.
-[ -x "$lab/package-test/root/usr/bin/lintian" ] || rm -f "$lab/package-test/root.made"
-debian_root "$lab/package-test" '?essential' apt dkms lintian openssl libc6-dev "linux-headers-$release"
+[ -x "$lab/package-test$suffix/root/usr/bin/lintian" ] || rm -f "$lab/package-test$suffix/root.made"
+debian_root "$lab/package-test$suffix" "$debian" '?essential' apt dkms lintian openssl libc6-dev $(kernel_packages "$debian" "$release") $secure
 
 # --- install; upgrade ---
 failures=0
@@ -60,6 +65,7 @@ cp "$exitbench" "$root/usr/local/bin/"
 chmod 755 "$root/init.sh"
 rm -f "$work/disk"
 mke2fs -q -t ext4 -d "$root" "$work/disk" 2000M
+[ -z "$secure" ] || "$here/secure-boot.sh" "$work" || failures=$((failures + 1))
 for boot in 1 2; do
     timeout 900 "$lab/bin/qemu" -accel tcg,thread=single -machine q35 -cpu EPYC,+svm,+npt,+x2apic -m 2048M -smp 1 -nodefaults \
         -no-user-config -display none -no-reboot -serial stdio -kernel "$root/boot/vmlinuz-$release" \

@@ -11,7 +11,7 @@ exitbench=$lab/cargo-static/x86_64-unknown-linux-gnu/release/exitbench
 [ -x "$exitbench" ] && [ -e "$lab/module/core.o" ] || { echo "nothing is built: run  make try COMMAND=true  once" >&2; exit 1; }
 "$checkout/lab/bootstrap.sh" qemu kernel-6.12 busybox
 release=$(cat "$lab/kernel/6.12/release")
-debian_root "$lab/tools-test" '?essential' apt "linux-image-$release" initramfs-tools kmod iproute2 linux-perf trace-cmd cpu-checker \
+debian_root "$lab/tools-test" bookworm '?essential' apt "linux-image-$release" initramfs-tools kmod iproute2 linux-perf trace-cmd cpu-checker \
     libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils
 
 # Gannet under KVM's names, as the package has it.

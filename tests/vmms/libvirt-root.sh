@@ -8,7 +8,7 @@ lab=$checkout/target/lab
 folder=$1
 . "$checkout/tests/debian.sh"
 release=$(cat "$lab/kernel/6.12/release")
-libvirt_root "$lab/operator-test" "$release"
+libvirt_root "$lab/operator-test" bookworm "$release"
 rm -rf "$root"/{vmm,guest,net,modules}
 cp -r "$folder"/tree/{guest,net} "$root/"
 mkdir -p "$root/vmm/bin" "$root/modules"
