@@ -208,6 +208,10 @@ pub trait Nested: NestedPaging + NestedState {
     fn is_gated(&self) -> bool;
     /// Where an event goes.
     fn gate(&self, waiting: &Waiting) -> Gate;
+    /// Whether L1 hears of the interrupts of its machine while L2 runs, by exits: L2 takes none of them.
+    fn hears_interrupts(&self) -> bool;
+    /// Whether an interrupt that L2 is taking may be one that L1 has given it. What is kept of L1's last entry tells.
+    fn may_have_injected(&self, vector: Vector) -> bool;
     /// Whether an event that ends L2's run is taken from where it waits, so that L1 hears of it by the exit alone.
     fn acknowledges(&self, waiting: &Waiting) -> bool;
     /// Ends L2's run with an exit for an event. `undelivered`: the event that L2 was to take first.
@@ -456,6 +460,12 @@ impl Nested for Absent {
         match *self {}
     }
     fn gate(&self, _: &Waiting) -> Gate {
+        match *self {}
+    }
+    fn hears_interrupts(&self) -> bool {
+        match *self {}
+    }
+    fn may_have_injected(&self, _: Vector) -> bool {
         match *self {}
     }
     fn acknowledges(&self, _: &Waiting) -> bool {

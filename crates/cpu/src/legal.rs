@@ -203,6 +203,27 @@ pub fn vmrun(block: &Vmcb) -> Legal {
     svm_event(control.event_inj)
 }
 
+/// The event that a VM entry injects, beside what blocks it (SDM vol. 3C §27.3.1.4, §27.3.1.5). `state` is the interruptibility.
+pub fn injection(info: u32, rflags: u64, state: u32) -> Legal {
+    if info & event::VALID == 0 {
+        return Ok(());
+    }
+    let blocks = |bits: u32| state & bits != 0;
+    match info & event::TYPE {
+        event::INTR => {
+            unless(rflags & Rflags::IF.bits() == 0, "it injects an interrupt, and IF is clear")?;
+            let shadow = blocks(interruptibility::STI | interruptibility::MOV_SS);
+            unless(shadow, "it injects an interrupt in a shadow")
+        }
+        event::NMI => {
+            unless(blocks(interruptibility::MOV_SS), "it injects an NMI behind MOV SS")?;
+            unless(blocks(interruptibility::STI), "some CPUs take no NMI behind STI")?;
+            unless(blocks(interruptibility::NMI), "it injects an NMI, and NMIs are blocked")
+        }
+        _ => Ok(()),
+    }
+}
+
 /// What a CPU keeps of a control block, by clean bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Kept {

@@ -301,6 +301,10 @@ impl<C: Cpu> Injection for Svm<C> {
         } else if self.cold.nmi.masked && self.cold.nmi.iret_at.is_none() {
             // IRET is intercepted since the mask was set.
             return NmiWindow::Exit;
+        } else if !self.nmi_masked() {
+            // An IRET of before has retired. What the step below finds is not popped by it.
+            self.cold.nmi.iret_at = None;
+            self.cold.nmi.masked = false;
         }
         // The event would push a TF that is not the guest's.
         if self.vmcb().control.event_inj & event::VALID != 0 {

@@ -74,7 +74,7 @@ pub(crate) struct Rare {
     /// No guest was entered since the nested state was set: the times in that one are of a TSC that is still to come.
     pub nested_restored: bool,
     /// What of the events user space has given.
-    pub given: run::events::Given,
+    pub given: run::given::Given,
     /// Where system-management mode was entered, which is where a pending debug exception that was put aside belongs.
     pub rip_of_smi: u64,
     /// Signals to be blocked during KVM_RUN.
@@ -202,7 +202,7 @@ impl<B: Backend> Vcpu<B> {
                 detects_split_locks: host::hostcpu::detects_split_locks(),
                 has_run: false,
                 nested_restored: false,
-                given: run::events::Given::default(),
+                given: run::given::Given::default(),
                 rip_of_smi: 0,
                 signal_mask: None,
                 msr_filter: None,

@@ -28,7 +28,7 @@ use crate::{
     host_registers::HostThread,
     mitigations,
     paging::INVALID_STATE,
-    state::{Offer, Vmx, attention},
+    state::{NmiBehind, Offer, Vmx, attention},
 };
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
@@ -378,7 +378,11 @@ impl<C: Cpu> Vmx<C> {
             // As an entry demands of an injected interrupt (SDM vol. 3C §27.3.1.4, §27.3.1.5).
             let open =
                 // An event of its own goes first: an entry injects one.
-                !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
+                !self.injecting()
+                    && self.rflags().contains(Rflags::IF)
+                    && !self.is_shadowed()
+                    // An NMI goes first, which the window is opened for as well.
+                    && self.nmi_behind == NmiBehind::Nothing;
             if open {
                 // What the field says of a shadow that is over would have the entry refused.
                 self.clear_ended_shadow();

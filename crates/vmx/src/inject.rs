@@ -17,7 +17,7 @@ use x86::{
 
 use crate::{
     fields,
-    state::{Offer, Vmx, attention},
+    state::{NmiBehind, Offer, Vmx, attention},
 };
 
 /// BS in the pending debug exceptions, at its place in DR6.
@@ -273,7 +273,7 @@ impl<C: Cpu> Vmx<C> {
     /// Asks for an exit when an interrupt can be taken.
     pub(crate) fn open_window(&mut self, on: bool) {
         // The NMI's window is this one while STI blocks.
-        self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind_sti);
+        self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind == NmiBehind::Sti);
     }
 
     /// Asks for an exit when an NMI can be taken.
@@ -317,6 +317,7 @@ impl<C: Cpu> Injection for Vmx<C> {
         } else if event == Event::Nmi {
             // Whatever user space says is blocked: an entry refuses to inject one there, and its delivery blocks anew.
             self.set_nmi_masked(false);
+            self.nmi_behind = NmiBehind::Nothing;
         }
         if has_length(info) {
             if event == Event::Software(Vector(vector::DB)) && self.injects_int1_for_l1() {
@@ -403,7 +404,7 @@ impl<C: Cpu> Injection for Vmx<C> {
         // By the exit's reason: an interrupt window that came may have been opened for an NMI.
         if self.get(fields::EXIT_REASON) == u32::from(ExitReason::InterruptWindow.0) {
             // This was it.
-            self.nmi_behind_sti = false;
+            self.nmi_behind = NmiBehind::Nothing;
         }
         // Nothing of an offer is left: who asks for a window has nothing that could be injected.
         self.offer_interrupt(None);
@@ -430,8 +431,12 @@ impl<C: Cpu> Injection for Vmx<C> {
     fn set_nmi_window(&mut self) -> NmiWindow {
         // While STI blocks, a CPU may take the exit at once, before any instruction and any interrupt of
         // the host's, and at the next entry again (SDM vol. 3C §26.2). Interrupts are enabled behind it.
-        self.nmi_behind_sti = !self.nmi_masked() && self.is_behind_sti();
-        if self.nmi_behind_sti {
+        self.nmi_behind = match self.nmi_masked() {
+            false if self.is_behind_sti() => NmiBehind::Sti,
+            false if self.is_shadowed() => NmiBehind::MovSs,
+            _ => NmiBehind::Nothing,
+        };
+        if self.nmi_behind == NmiBehind::Sti {
             self.open_window(true);
         } else {
             self.open_nmi_window(true);
@@ -459,6 +464,7 @@ impl<C: Cpu> Injection for Vmx<C> {
 
     /// The window is open.
     fn iret_begun(&mut self) {
+        self.nmi_behind = NmiBehind::Nothing;
         self.open_nmi_window(false);
     }
 

@@ -155,6 +155,18 @@ impl Cold {
     }
 }
 
+/// The shadow behind which an NMI waits that nothing else holds: no interrupt goes before it there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum NmiBehind {
+    /// None.
+    #[default]
+    Nothing,
+    /// That of STI, whose end the interrupt window tells.
+    Sti,
+    /// That of MOV SS, whose end the NMI window tells.
+    MovSs,
+}
+
 /// One virtual CPU under VMX.
 #[derive(Debug)]
 pub struct Vmx<C: Cpu> {
@@ -165,8 +177,8 @@ pub struct Vmx<C: Cpu> {
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
     /// STI and MOV SS is over.
     pub(crate) shadow_over: Cell<bool>,
-    /// An NMI waits for what comes behind the shadow of STI, by the interrupt window.
-    pub(crate) nmi_behind_sti: bool,
+    /// An NMI waits for what comes behind a shadow, and no mask holds it.
+    pub(crate) nmi_behind: NmiBehind,
     /// The VM-instruction error of an entry that failed without an exit.
     pub(crate) refused: u32,
     pub(crate) switch: VmxSwitch,
@@ -213,7 +225,7 @@ impl<C: Cpu> Vmx<C> {
             // Whatever the CPU has of this VPID or of these tables is of before.
             attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
-            nmi_behind_sti: false,
+            nmi_behind: NmiBehind::Nothing,
             refused: 0,
             switch: VmxSwitch::default(),
             offer: Offer::default(),

@@ -272,6 +272,12 @@ impl VmxCpu for Model {
             fields.get(field::GUEST_PENDING_DEBUG),
         );
         demand(format_args!("entry"), step);
+        let injection = legal::injection(
+            fields.get(field::ENTRY_INTERRUPTION),
+            fields.get(field::GUEST_RFLAGS),
+            fields.get(field::GUEST_INTERRUPTIBILITY),
+        );
+        demand(format_args!("entry"), injection);
         let page = fields.get(field::VIRTUAL_APIC_ADDR);
         if page != 0 {
             // SAFETY: a page of the hypervisor's, whose physical address is the one it has here; TPR lies at 80h.

@@ -33,7 +33,7 @@ use nested_svm::{
     reflect::{self, Exit},
 };
 use x86::{
-    Cr0, Cr0Write, Cr4, Direction, Efer, Gpa, Hpa, Rflags,
+    Cr0, Cr0Write, Cr4, Direction, Efer, Gpa, Hpa, Rflags, Vector,
     exception::{Exceptions, vector},
     vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
@@ -556,6 +556,20 @@ impl<C: Cpu> Nested for Svm<C> {
             gif::Gate::Window => Gate::Window,
             gif::Gate::AfterEntry => Gate::AfterEntry,
         }
+    }
+
+    fn hears_interrupts(&self) -> bool {
+        let hears = |s: &KBox<State>| reflect::intercepts(s.v12.control(), ExitCode::Intr);
+        self.level == Level::L2 && self.nested.as_ref().is_some_and(hears)
+    }
+
+    fn may_have_injected(&self, vector: Vector) -> bool {
+        let Some(state) = self.nested.as_ref() else { return false };
+        let control = state.v12.control();
+        // By its block, whatever became of the valid bit; or as a virtual interrupt.
+        let word = event::INTR | u64::from(vector.0);
+        control.event_inj & (event::TYPE | event::VECTOR) == word
+            || control.int_vector == u32::from(vector.0)
     }
 
     /// An event that SVM intercepts stays where it waits, until L1 sets GIF.

@@ -135,6 +135,13 @@ impl<C: Cpu> NestedState for Svm<C> {
             page.control.event_inj = of_l1.event & !event::VALID;
             page.control.next_rip = of_l1.next_rip;
         }
+        let asked = state.v12.control().event_inj;
+        if asked & (event::VALID | event::TYPE) == event::VALID | event::INTR
+            && page.control.event_inj & event::VALID == 0
+        {
+            // Nor that an interrupt on its way is L1's, and not one of L1's machine that waits for it.
+            page.control.event_inj = asked & !event::VALID;
+        }
         let place = into.get_mut(saved::HEADER..saved::LARGEST).ok_or(Unrestorable::Missing)?;
         place.copy_from_slice(page.as_bytes());
         Ok(())

@@ -34,8 +34,8 @@ use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 use super::Mmu;
 use super::pdptes::Pdptes;
 use crate::{
-    Vcpu, apic::apic_is_served, exits::code::CodeState as _, run::events::interrupts_open,
-    run::outcome::Next, run::outcome::Outcome, run::user_exit::UserExit,
+    Vcpu, apic::apic_is_served, exits::code::CodeState as _, run::outcome::Next,
+    run::outcome::Outcome, run::user_exit::UserExit,
 };
 
 /// What the shadow tables are asked for before the next entry.
@@ -313,41 +313,11 @@ impl<B: Backend> Vcpu<B> {
         self.raise(exception);
     }
 
-    /// User space has given an exception and an interrupt whose delivery is to be done again: the exception goes first, as on
-    /// stock KVM, and the interrupt back to where it waited, which stock KVM has forgotten by then.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn settle_exception(&mut self) {
-        // What L1 has injected into L2 waits nowhere: it goes in first, and the exception is hurried behind it.
-        if let Some(event @ Event::Interrupt(_)) = self.events.again
-            && self.events.exception.is_some()
-            && !self.is_l1s_for_l2(event)
-        {
-            self.put_back_again();
-        }
-    }
-
-    /// User space has given back, as injected, an interrupt that its own local APIC had asked for and that waited: one is told like the
-    /// other. Where the guest takes none it goes on waiting. Forced in, VMX refuses the entry (SDM vol. 3C §27.3.1.4), and SVM has it
-    /// come between CLI and STI.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn settle_interrupt(&mut self) {
-        if let Some(event @ Event::Interrupt(_)) = self.events.again
-            && self.rare.given.may_wait
-            && !self.shared.in_kernel_apic
-            && (!interrupts_open(&self.b) || self.rare.debug.blocks_events())
-            && !self.is_l1s_for_l2(event)
-        {
-            self.put_back_again();
-        }
-    }
-
     /// The interrupt or NMI whose delivery was to be done again waits where it waited before; one that L1 has injected
     /// into L2 is lost, and so is INT n.
     #[cold]
     #[inline(never)]
-    fn put_back_again(&mut self) {
+    pub(crate) fn put_back_again(&mut self) {
         match self.events.again {
             Some(event) if self.is_l1s_for_l2(event) => self.events.again = None,
             // Its instruction is executed again behind the fault's handler. One that L1 has injected has none, and is lost.

@@ -54,17 +54,6 @@ pub struct Events {
     pub outer: Outer,
 }
 
-/// Which events that wait for the next entry user space has given: no guest was entered since.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Given {
-    /// [`Events::again`].
-    pub again: bool,
-    /// [`Events::exception`].
-    pub exception: bool,
-    /// [`Events::again`], by KVM_SET_VCPU_EVENTS, which is told of what waits as of what is injected.
-    pub may_wait: bool,
-}
-
 /// What is for the outer loop, or to be told of by [`crate::observe`]: a bit each, so that nothing, which
 /// is usual, is one comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -231,49 +220,26 @@ impl Events {
             && (!shared.in_kernel_apic || shared.lapic.accepts_pic())
     }
 
-    /// Before the first entry behind what user space has given: an entry has room for one event, and a state of stock
-    /// KVM's names that of an entry of L2 that has not run twice, in the nested state and among the vCPU's events. As there,
-    /// what is among the events goes in; where L1's says more than they, kind and length, it is that. Not when either of the
-    /// two is given: the other may be the one of before, which is still to be replaced.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn settle_injection(&mut self, b: &mut impl Backend) {
-        // User space may have taken the event away that was to be injected again.
-        if self.again.is_none()
-            && let Some(nested) = b.nested_mut()
-        {
-            nested.forget_repeated();
-        }
-        if !b.injecting() {
-            return;
-        }
-        if self.again.is_none() {
-            // VMMs set RIP behind the state which has the event.
-            if let Some(nested) = b.nested_mut() {
-                nested.settle_rip();
-            }
-            return;
-        }
-        if b.nested().is_some_and(Nested::injects_for_l1) {
-            self.again = None;
-        } else {
-            let _ = b.cancel_injection();
-        }
-    }
-
     /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
     /// a saved state has as well.
-    pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend) {
+    pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend, shared: &VcpuShared) {
         // Its neutral form would lose kind and length of what L1 has asked for.
         if b.nested().is_some_and(Nested::injects_for_l1) {
             return;
         }
-        // It goes before all others at the next entry, as it would have at this one.
-        if let Some(event) = b.cancel_injection() {
-            self.again = Some(event);
-            if event == Event::Nmi {
-                b.nmi_not_delivered();
+        match b.cancel_injection() {
+            // The VMM's own waits where it waited: user space may close the guest to it before the next entry.
+            Some(Event::Interrupt(vector)) if !shared.in_kernel_apic => {
+                self.external = Some(vector);
             }
+            // It goes before all others at the next entry, as it would have at this one.
+            Some(event) => {
+                self.again = Some(event);
+                if event == Event::Nmi {
+                    b.nmi_not_delivered();
+                }
+            }
+            None => {}
         }
     }
 }
@@ -508,6 +474,10 @@ impl<B: Backend> Vcpu<B> {
             self.events.hurry_smi();
             self.hurry_exception(kernel);
         } else if let Some(event) = self.events.again.take() {
+            // It masks: one more is latched behind it, and no third.
+            if event == Event::Nmi {
+                self.shared.limit_nmis();
+            }
             self.b.inject(event);
             self.events.hurry_smi();
             self.hurry_exception(kernel);
@@ -576,13 +546,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_interrupt(&mut self, kernel: KernelCalls) -> bool {
         // No priority is compared. The VMM's APIC did that before it gave the vector.
         if !self.shared.in_kernel_apic {
+            if self.pending.window_wanted {
+                return self.inject_beside_window(kernel);
+            }
             let external = self.events.external;
             self.pending.after_exit.set_offered(external);
             self.b.offer_interrupt(external);
-            // An offer replaces the window, and the VMM cannot give a second one before the first was taken.
-            if external.is_none() && self.pending.window_wanted {
-                self.b.set_interrupt_window(true);
-            }
             return true;
         }
         if apic_is_served(&self.b) || self.serve_apic_if_possible() {
@@ -618,6 +587,33 @@ impl<B: Backend> Vcpu<B> {
         true
     }
 
+    /// The VMM has a next interrupt to give when the guest can take it. An offer takes the window's place and is taken without an exit:
+    /// that one would wait for whatever exit comes. So what the VMM has given goes in as soon as it can, with the window open behind it.
+    fn inject_beside_window(&mut self, kernel: KernelCalls) -> bool {
+        self.pending.after_exit.set_offered(None);
+        offer_nothing(&mut self.b);
+        if interrupts_open(&self.b)
+            && let Some(vector) = self.events.external
+        {
+            if !kernel.are_allowed() {
+                return false;
+            }
+            self.events.external = None;
+            self.inject_told(vector);
+        }
+        self.b.set_interrupt_window(true);
+        true
+    }
+
+    /// Injects an interrupt of a PIC's, and says so.
+    fn inject_told(&mut self, vector: Vector) {
+        self.b.inject(Event::Interrupt(vector));
+        if host::trace::observed().inj_virq() {
+            host::trace::inj_virq(vector.0);
+        }
+        self.stats.count(VcpuCount::IrqInjections);
+    }
+
     /// Withdraws an offered interrupt, so that the local APIC shows its whole state: before its
     /// registers are looked at, and before user space may.
     #[inline]
@@ -645,11 +641,7 @@ impl<B: Backend> Vcpu<B> {
         if interrupts_open(&self.b)
             && let Some(vector) = self.take_from_pic()
         {
-            self.b.inject(Event::Interrupt(vector));
-            if host::trace::observed().inj_virq() {
-                host::trace::inj_virq(vector.0);
-            }
-            self.stats.count(VcpuCount::IrqInjections);
+            self.inject_told(vector);
         }
         // The local APIC's interrupt needs the window as well: no offer is out, because the PIC
         // went first.
@@ -725,11 +717,12 @@ impl<B: Backend> Vcpu<B> {
             let is_executed_again = by_instruction && !self.repeats_injection();
             // Once: the exit may be looked at again outside.
             self.b.forget_interrupted_delivery();
+            // An NMI that has waited behind it goes before the interrupt that is offered.
+            self.pending.raise();
             if is_executed_again {
                 return;
             }
             self.events.again = Some(event);
-            self.pending.raise();
             if let Event::Interrupt(vector) = event
                 && self.pending.after_exit.offered() == Some(vector)
             {

@@ -38,7 +38,8 @@ use crate::{
     Vcpu,
     exits::device::Device,
     run::{
-        events::{Given, KernelCalls, Outer},
+        events::{KernelCalls, Outer},
+        given::Given,
         outcome::{Left, Next, Other},
         pending::Pending,
     },

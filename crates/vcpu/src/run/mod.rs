@@ -3,6 +3,7 @@
 
 pub(crate) mod after_exit;
 pub(crate) mod events;
+pub(crate) mod given;
 pub(crate) mod inner;
 pub(crate) mod outcome;
 pub(crate) mod pending;
@@ -297,7 +298,7 @@ impl<B: Backend> Vcpu<B> {
                 // With a signal the VMM has the word; for a reschedule alone the loop goes on.
                 if task::handle_work().is_err() {
                     // User space may save the state now, and what is prepared for an entry is no part of it.
-                    self.events.take_back_injection(&mut self.b);
+                    self.events.take_back_injection(&mut self.b, &self.shared);
                     // VMRUN prepares its event without a look for others, and what is taken back is looked for.
                     self.pending.raise();
                     return Err(UserExit::Intr.into());
@@ -455,9 +456,7 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
             self.pending.raise();
-            self.events.settle_injection(&mut self.b);
-            self.settle_exception();
-            self.settle_interrupt();
+            self.settle_given();
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }

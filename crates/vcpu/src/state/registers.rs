@@ -15,7 +15,10 @@ use crate::{
     Vcpu,
     exits::code::CodeState as _,
     nested::{events::tell_activity, paging::probe_of_l2, transition::is_virtualization_on},
-    run::events::{Events, Given, Outer},
+    run::{
+        events::{Events, Outer},
+        given::Given,
+    },
     state::smm::SavedSmi,
 };
 
@@ -305,7 +308,10 @@ impl<B: Backend> Vcpu<B> {
             Some(x) if e.exception_injected => self.events.again = Some(Event::Exception(x)),
             x => self.events.exception = x,
         }
-        // One is injected at a time. An exception goes first.
+        // One is injected at a time: an exception goes first, then an NMI.
+        if e.nmi_injected && self.events.again.is_none() {
+            self.events.again = Some(Event::Nmi);
+        }
         if let Some(vector) = e.interrupt
             && self.events.again.is_none()
             && !waits
@@ -314,13 +320,9 @@ impl<B: Backend> Vcpu<B> {
                 if e.interrupt_soft { Event::Software(vector) } else { Event::Interrupt(vector) };
             self.events.again = Some(event);
         }
-        if e.nmi_injected && self.events.again.is_none() {
-            self.events.again = Some(Event::Nmi);
-        }
         self.rare.given = Given {
             again: self.events.again.is_some(),
             exception: self.events.exception.is_some(),
-            may_wait: self.events.again.is_some(),
         };
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
@@ -378,8 +380,15 @@ impl<B: Backend> Vcpu<B> {
         // One that waits still is that one, or is replaced: there is one at a time.
         if self.events.own_external(&self.shared) != Some(vector) {
             self.events.forget_interrupt(&self.shared);
-            self.events.again = Some(Event::Interrupt(vector));
-            (self.rare.given.again, self.rare.given.may_wait) = (true, false);
+            match self.events.again {
+                // One is injected at a time, and that goes first.
+                Some(_) if !self.shared.in_kernel_apic => self.events.external = Some(vector),
+                Some(Event::Exception(_) | Event::Nmi) => {}
+                _ => {
+                    self.events.again = Some(Event::Interrupt(vector));
+                    self.rare.given.again = true;
+                }
+            }
             self.shared.request(Request::Event);
         }
     }

@@ -22,7 +22,7 @@ use crate::{
     fields,
     host_words::Sysenter,
     permission::LISTED,
-    state::{Offer, Vmx, attention},
+    state::{NmiBehind, Offer, Vmx, attention},
 };
 
 impl<C: Cpu> Vmx<C> {
@@ -468,7 +468,7 @@ impl<C: Cpu> Vmx<C> {
         let as_l1_has_it =
             (self.get(fields::PROC_CONTROLS) ^ self.cold.of_l1.primary) & window == 0;
         let nothing = self.offer == Offer::default() && self.attention & attention::OFFER == 0;
-        if !(nothing && as_l1_has_it) || self.nmi_behind_sti {
+        if !(nothing && as_l1_has_it) || self.nmi_behind == NmiBehind::Sti {
             self.withdraw_from_l2();
         }
     }
@@ -477,8 +477,8 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn withdraw_from_l2(&mut self) {
         self.offer_interrupt(None);
-        if self.nmi_behind_sti {
-            self.nmi_behind_sti = false;
+        if self.nmi_behind == NmiBehind::Sti {
+            self.nmi_behind = NmiBehind::Nothing;
             self.open_window(false);
         }
     }

@@ -57,8 +57,9 @@ use cpu::Cpu;
 use host::KBox;
 use nested_vmx::{
     checks::guest::activity_state, events, leave::Report, machine, merge::time::Deadline,
+    virtual_interrupts,
 };
-use x86::vmcs::{ExitReason, ProcControls, event, field};
+use x86::vmcs::{ExitReason, PinControls, ProcControls, event, field};
 use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags, Vector};
 
 use crate::{
@@ -241,6 +242,21 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         windows.contains(ProcControls::INTERRUPT_WINDOW) && self.rflags().contains(Rflags::IF)
             || windows.contains(ProcControls::NMI_WINDOW) && !self.nmi_masked()
             || backend::Nested::offers_interrupt(self) && self.rflags().contains(Rflags::IF)
+    }
+
+    fn hears_interrupts(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| {
+            self.cold.of_l1.runs
+                && n.machine.vmcs12().pin().contains(PinControls::EXTERNAL_INTERRUPT)
+        })
+    }
+
+    fn may_have_injected(&self, vector: Vector) -> bool {
+        self.nested.as_ref().is_some_and(|n| {
+            let v = n.machine.vmcs12();
+            let word = v.get(field::ENTRY_INTERRUPTION) & (event::TYPE | event::VECTOR);
+            word == event::INTR | u32::from(vector.0) || virtual_interrupts::are_on(v)
+        })
     }
 
     fn injects_for_l1(&self) -> bool {

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     fields,
-    state::{Vmx, attention},
+    state::{NmiBehind, Vmx, attention},
     vmcs::Vmcs,
 };
 
@@ -49,7 +49,7 @@ impl<C: Cpu> Vmx<C> {
         // It was said of the VMCS that goes.
         self.shadow_over.set(false);
         self.attention &= !attention::STI_GIVEN;
-        self.nmi_behind_sti = false;
+        self.nmi_behind = NmiBehind::Nothing;
         // A timer belongs to its VMCS: one that was set for a deadline that nobody watches any more ends each run
         // at its first instruction.
         self.vmcs.timer_runs.set(self.attention & attention::TIMER != 0);
@@ -162,7 +162,7 @@ impl<C: Cpu> Vmx<C> {
         self.bring_back(n);
         let looks_in = self.vmcs.is_loaded();
         // L1's NMI waits behind its STI: an exchange is most often a change of level, where nothing of that is left.
-        let nmi_behind_sti = self.nmi_behind_sti;
+        let nmi_behind = self.nmi_behind;
         if looks_in {
             self.exchange(n);
         }
@@ -177,7 +177,7 @@ impl<C: Cpu> Vmx<C> {
             // Back: L1 is what runs.
             self.exchange(n);
         }
-        self.nmi_behind_sti = nmi_behind_sti;
+        self.nmi_behind = nmi_behind;
     }
 
     /// L1's VMREAD or VMWRITE asks for what the last exit of L2 left in vmcs02: the field `one`, or all of `groups`.

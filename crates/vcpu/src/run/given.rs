@@ -1,0 +1,92 @@
+//! Events that user space gives, before the first entry behind them.
+//!
+//! KVM_SET_VCPU_EVENTS has one word for what is injected, KVM_SET_SREGS a bitmap, the nested state what L1 injects. What they name may have
+//! begun or wait: KVM_GET_VCPU_EVENTS tells an interrupt that a VMM's own controller gave, and that the guest has not taken, as one that is
+//! injected. They may also name more than an entry has room for, or what the guest cannot take at all: an entry with an interrupt and
+//! RFLAGS.IF clear is refused by VMX (SDM vol. 3C §27.3.1.4), and on SVM comes between CLI and STI. So before the entry each is put where it
+//! belongs, once, by one rule. `crates/vcpu/tests/event_order` has these calls in any order.
+
+use backend::{Backend, Event, Nested};
+
+use crate::{Vcpu, run::events::interrupts_open};
+
+/// Which events that wait for the next entry user space has given: no guest was entered since.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Given {
+    /// [`Events::again`](super::events::Events::again).
+    pub again: bool,
+    /// [`Events::exception`](super::events::Events::exception).
+    pub exception: bool,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Puts each event that user space has given where it belongs.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn settle_given(&mut self) {
+        self.settle_injection();
+        let Some(event) = self.events.again else { return };
+        if self.rare.given.again && self.waits_for_l1(event) {
+            self.events.again = None;
+            if let Event::Interrupt(vector) = event {
+                self.events.external = Some(vector);
+            }
+        } else if !self.is_l1s_for_l2(event) && self.has_to_wait(event) {
+            self.put_back_again();
+        }
+    }
+
+    /// An entry has room for one event, and a state of stock KVM's names that of an entry of L2 that has not run twice, in the
+    /// nested state and among the vCPU's events. As there, what is among the events goes in; where L1's says more than they, kind
+    /// and length, it is that. Not when either of the two is given: the other may be the one of before, which is still to be replaced.
+    fn settle_injection(&mut self) {
+        let b = &mut self.b;
+        // User space may have taken the event away that was to be injected again.
+        if self.events.again.is_none()
+            && let Some(nested) = b.nested_mut()
+        {
+            nested.forget_repeated();
+        }
+        if !b.injecting() {
+            return;
+        }
+        if self.events.again.is_none() {
+            // VMMs set RIP behind the state which has the event.
+            if let Some(nested) = b.nested_mut() {
+                nested.settle_rip();
+            }
+        } else if b.nested().is_some_and(Nested::injects_for_l1) {
+            self.events.again = None;
+        } else {
+            let _ = b.cancel_injection();
+        }
+    }
+
+    /// Whether what is to go in first is not to: the guest has not begun to take it.
+    fn has_to_wait(&self, event: Event) -> bool {
+        match event {
+            // An exception goes first, as on stock KVM, which has forgotten the interrupt by then.
+            Event::Interrupt(_) if self.events.exception.is_some() => true,
+            Event::Interrupt(_) if self.rare.given.again && !self.shared.in_kernel_apic => {
+                !self.takes_interrupts() || self.rare.debug.blocks_events()
+            }
+            // Where a shadow is, no delivery of an NMI has begun.
+            Event::Nmi => self.rare.given.again && self.b.interrupt_shadow(),
+            _ => false,
+        }
+    }
+
+    /// Whether the level that runs takes external interrupts now.
+    fn takes_interrupts(&self) -> bool {
+        interrupts_open(&self.b) && !self.is_held_by_gif()
+    }
+
+    /// Whether an interrupt of a VMM's own local APIC waits for L1 while L2 runs: L1 hears of all of its machine's, and has not injected
+    /// this one.
+    fn waits_for_l1(&self, event: Event) -> bool {
+        let Event::Interrupt(vector) = event else { return false };
+        !self.shared.in_kernel_apic
+            && self.is_l1s_for_l2(event)
+            && self.b.nested().is_some_and(|nested| !nested.may_have_injected(vector))
+    }
+}
