@@ -1,0 +1,171 @@
+//! A VMM with a local APIC of its own saves a guest that is a hypervisor while an interrupt waits, and restores it on a vCPU that has seen
+//! nothing of it: what waited for L1 waits for L1 still, and is not forced in where nobody takes it.
+
+mod rig;
+
+use gannet_vcpu::{
+    UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
+use host::std_port::test as surroundings;
+use rig::{
+    exit as svm_exit,
+    nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP},
+    nested_vmx::{self, features, vmcs12},
+    shutdown, unknown, vmx,
+};
+use x86::{
+    Rflags, Vector,
+    vmcb::{ExitCode, Intercept3, event},
+    vmcs::{self, ExitReason, field},
+};
+
+/// The third word of intercepts is the upper half of what lies there.
+const THIRD: u64 = BLOCK + 0x08;
+const GIVEN: Vector = Vector(0x40);
+const ALL: GivenEvents =
+    GivenEvents { interrupt_shadow: true, nmi_pending: true, triple_fault: true };
+
+/// L1's block asks for these exits, of the third word.
+fn asking(exits: Intercept3) -> Hypervisor {
+    let machine = Hypervisor::new(false);
+    machine.put(THIRD, u64::from(exits.bits()) << 32);
+    machine
+}
+
+/// All of it, on another host.
+fn moved(from: &mut Hypervisor) -> Hypervisor {
+    let mut to = Hypervisor::new(false);
+    for at in (0..0x4_0000).step_by(8) {
+        to.put(at, from.get(at));
+    }
+    let mut state = vec![0; from.vcpu.nested_state_size().unwrap()];
+    from.vcpu.nested_state(&mut state).unwrap();
+    let (sregs, regs) = (from.vcpu.sregs(), from.vcpu.regs());
+    let events = from.vcpu.saved_events();
+    assert_eq!(events.interrupt, Some(GIVEN), "told as one that is injected");
+    to.vcpu.set_sregs(&sregs, None).unwrap();
+    to.vcpu.set_nested_state(&state).unwrap();
+    to.vcpu.set_regs(&regs);
+    to.vcpu.restore_events(&events, ALL);
+    to
+}
+
+/// It waits, and the next entry injects nothing, at `rip`.
+fn injects_nothing(machine: &mut Hypervisor, rip: u64) {
+    machine.then(move |vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.event_inj & event::VALID), (rip, 0));
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), rig::UNKNOWN);
+}
+
+#[test]
+fn an_interrupt_that_waits_for_l1_is_not_injected_into_l2_on_another_host() {
+    let mut machine = asking(Intercept3::INTR);
+    // L2's own flag, which without V_INTR_MASKING lets them in.
+    machine.put(BLOCK + 0x570, 0x202);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(GIVEN).unwrap();
+    let mut machine = moved(&mut machine);
+    // L2's run ends for it.
+    injects_nothing(&mut machine, L1_RIP + 3);
+    // L1 has the exit, and the interrupt as soon as it sets GIF.
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// One that L1 injects, and whose delivery is interrupted, comes with the state, too.
+#[test]
+fn an_interrupt_that_l1_injects_is_injected_into_l2_on_another_host() {
+    let mut machine = asking(Intercept3::INTR);
+    machine.put(BLOCK + 0xa8, event::VALID | event::INTR | u64::from(GIVEN.0));
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        svm_exit(ExitCode::Npf)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (1 << 32 | 2, 0x5000);
+        vmcb.control.exit_int_info = event::VALID | event::INTR | u64::from(GIVEN.0);
+    });
+    machine.then(unknown);
+    assert_eq!(machine.run(), rig::UNKNOWN);
+    // As it is between a fault and the next entry.
+    let injected = SavedEvents { interrupt: Some(GIVEN), ..SavedEvents::default() };
+    machine.vcpu.restore_events(&injected, ALL);
+    let mut machine = moved(&mut machine);
+    machine.then(|vmcb, gprs| {
+        let injected = event::VALID | event::INTR | u64::from(GIVEN.0);
+        assert_eq!((vmcb.save.rip, vmcb.control.event_inj), (L2_RIP, injected));
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), rig::UNKNOWN);
+}
+
+#[test]
+fn an_l2_that_has_its_own_interrupts_and_keeps_them_off_has_none_forced_in() {
+    let mut machine = asking(Intercept3::empty());
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(GIVEN).unwrap();
+    let mut machine = moved(&mut machine);
+    let rip = machine.vcpu.regs().rip;
+    injects_nothing(&mut machine, rip);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+#[test]
+fn an_l1_with_gif_clear_has_none_forced_in() {
+    let mut machine = asking(Intercept3::empty());
+    machine.then(|vmcb, gprs| {
+        svm_exit(ExitCode::Clgi)(vmcb, gprs);
+        vmcb.control.next_rip = vmcb.save.rip + 3;
+    });
+    machine.then(svm_exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    let mut regs = machine.vcpu.regs();
+    regs.rflags |= Rflags::IF;
+    machine.vcpu.set_regs(&regs);
+    machine.vcpu.queue_interrupt(GIVEN).unwrap();
+    let mut machine = moved(&mut machine);
+    injects_nothing(&mut machine, regs.rip);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// Under VMX: with and without exits of L1's for interrupts.
+#[test]
+fn an_interrupt_that_waits_is_not_injected_into_l2_by_vmx() {
+    for hears in [false, true] {
+        let mut v = vmcs12();
+        let pin = v.get(field::PIN_CONTROLS) & !1;
+        v.set(field::PIN_CONTROLS, pin | u32::from(hears));
+        v.set(field::GUEST_RFLAGS, 2);
+        let mut machine = nested_vmx::Hypervisor::without_apic(features(), &v);
+        machine.vmlaunch();
+        machine.then(|vmcs, gprs| {
+            surroundings::set_signal_pending(true);
+            vmx::exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        machine.vcpu.queue_interrupt(GIVEN).unwrap();
+        let events = machine.vcpu.saved_events();
+        let regs = machine.vcpu.regs();
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        let sregs = machine.vcpu.sregs();
+        let mut machine = nested_vmx::Hypervisor::without_apic(features(), &v);
+        machine.vcpu.set_sregs(&sregs, None).unwrap();
+        machine.vcpu.set_nested_state(&state).unwrap();
+        machine.vcpu.set_regs(&regs);
+        machine.vcpu.restore_events(&events, ALL);
+        let rip = if hears { nested_vmx::L1_RIP } else { regs.rip };
+        machine.then(move |vmcs, gprs| {
+            let injected = vmcs.get(field::ENTRY_INTERRUPTION) & vmcs::event::VALID;
+            assert_eq!((vmcs.get(field::GUEST_RIP), injected), (rip, 0), "L1 hears: {hears}");
+            surroundings::set_signal_pending(true);
+            vmx::exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+    }
+}
