@@ -53,7 +53,9 @@ impl VmMemory {
             return Ok(());
         }
         let made: KBox<ShadowMmu> = pages(*self.tdp.format())?;
-        let held = self.slots_lock.lock();
+        // Within KVM_RUN: who holds the lock may be copying a log to memory that a VMM answers for when it likes. A task
+        // that is to be killed does not wait for that, and hears no answer.
+        let held = self.slots_lock.lock_killable().map_err(|_| NoMemory)?;
         // A withdrawal holds the lock from the tree's leaf to the flush: it is over before these pages are
         // there to be filled, or it finds them.
         let zapper = self.tdp.zapper();
