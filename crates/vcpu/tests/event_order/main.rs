@@ -60,10 +60,11 @@ enum Part {
     Events,
 }
 
-const ORDERS: [[Part; 3]; 3] = [
+const ORDERS: [[Part; 3]; 4] = [
     [Part::Regs, Part::Sregs, Part::Events],
     [Part::Sregs, Part::Regs, Part::Events],
     [Part::Regs, Part::Events, Part::Sregs],
+    [Part::Sregs, Part::Events, Part::Regs],
 ];
 
 /// A VM with its one vCPU, and the guest in it.
@@ -136,8 +137,10 @@ impl<V: Vendor> Play<V> {
                 regs.rflags = (regs.rflags - Rflags::IF) | flags(*flag);
                 self.vcpu.set_regs(&regs);
                 let plain = &mut self.guest().plain;
+                let had = plain.interrupts;
                 (plain.interrupts, plain.exception) = (*flag, None);
-                if !flag && V::STI_NEEDS_FLAG && plain.shadow == Some(ShadowBy::Sti) {
+                let closes = had && !flag && V::STI_NEEDS_FLAG;
+                if closes && plain.shadow == Some(ShadowBy::Sti) {
                     plain.shadow = None;
                 }
             }
@@ -232,8 +235,7 @@ impl<V: Vendor> Play<V> {
             p.nmis = e.nmi_pending;
         }
         if given.interrupt_shadow {
-            let by = if p.interrupts || !V::STI_NEEDS_FLAG { e.shadow_by } else { ShadowBy::MovSs };
-            p.shadow = e.interrupt_shadow.then_some(by);
+            p.shadow = e.interrupt_shadow.then_some(e.shadow_by);
         }
     }
 
