@@ -8,7 +8,7 @@ use x86::{Hpa, vmcb::event};
 
 use crate::block::ControlBlock;
 
-/// An event that L1 injected: an NMI, INT n, INT3 or INTO.
+/// An event that L1 injected: an interrupt, an NMI, INT n, INT3 or INTO.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Injected {
     /// EVENTINJ.
@@ -24,6 +24,12 @@ pub(crate) fn is_by_instruction(event_inj: u64) -> bool {
     let kind = event_inj & (event::VALID | event::TYPE);
     kind == event::VALID | event::SOFT
         || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
+}
+
+/// Whether EVENTINJ holds an interrupt: one of L1's machine that waits for it is told in the same words.
+pub(crate) fn is_interrupt(event_inj: u64) -> bool {
+    event_inj & (event::VALID | event::TYPE) == event::VALID | event::INTR
+        && event_inj & event::VECTOR != 0
 }
 
 impl Injected {

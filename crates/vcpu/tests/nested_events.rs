@@ -418,8 +418,9 @@ fn events_and_nested_state_come_in_either_order_on_any_vcpu() {
 #[test]
 fn an_exception_of_user_spaces_is_hurried_behind_an_event_of_l1s() {
     let mut state = state_of_l2(0);
-    // VMCB12 intercepts interrupts.
+    // VMCB12 intercepts interrupts, and names the one that it has injected.
     state[128 + 0x0c] |= INTR as u8;
+    state[128 + 0xa8] = 0x40;
     let ud = Some(x86::Exception::ud());
     let both =
         SavedEvents { interrupt: Some(Vector(0x40)), exception: ud, ..SavedEvents::default() };

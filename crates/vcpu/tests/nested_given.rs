@@ -84,12 +84,11 @@ fn an_interrupt_that_l1_injects_is_injected_into_l2_on_another_host() {
         svm_exit(ExitCode::Npf)(vmcb, gprs);
         (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (1 << 32 | 2, 0x5000);
         vmcb.control.exit_int_info = event::VALID | event::INTR | u64::from(GIVEN.0);
+        // Between the fault and the next entry.
+        surroundings::set_signal_pending(true);
     });
-    machine.then(unknown);
-    assert_eq!(machine.run(), rig::UNKNOWN);
-    // As it is between a fault and the next entry.
-    let injected = SavedEvents { interrupt: Some(GIVEN), ..SavedEvents::default() };
-    machine.vcpu.restore_events(&injected, ALL);
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
     let mut machine = moved(&mut machine);
     machine.then(|vmcb, gprs| {
         let injected = event::VALID | event::INTR | u64::from(GIVEN.0);
@@ -128,6 +127,59 @@ fn an_l1_with_gif_clear_has_none_forced_in() {
     assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// L1's flag decides, and not L2's.
+#[test]
+fn an_l1_with_a_flag_of_its_own_that_is_clear_has_none_forced_into_l2() {
+    const INTR_MASKING: u64 = 1 << 24;
+    let mut machine = asking(Intercept3::empty());
+    machine.put(BLOCK + 0x60, INTR_MASKING);
+    machine.put(BLOCK + 0x570, 0x202);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(GIVEN).unwrap();
+    let mut machine = moved(&mut machine);
+    let rip = machine.vcpu.regs().rip;
+    injects_nothing(&mut machine, rip);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// A KVM_RUN that enters nobody settles nothing: the state into which the event goes comes behind it.
+#[test]
+fn a_signal_between_two_calls_of_a_restore_decides_nothing() {
+    let mut machine = asking(Intercept3::empty());
+    let mut regs = machine.vcpu.regs();
+    regs.rflags |= Rflags::IF;
+    machine.vcpu.set_regs(&regs);
+    let waits = SavedEvents { interrupt: Some(GIVEN), ..SavedEvents::default() };
+    machine.vcpu.restore_events(&waits, ALL);
+    surroundings::set_signal_pending(true);
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    regs.rflags -= Rflags::IF;
+    machine.vcpu.set_regs(&regs);
+    injects_nothing(&mut machine, regs.rip);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// A signal keeps back an entry of L2 that L1 has given an interrupt: that is L2's, whatever L1 hears of.
+#[test]
+fn what_l1_injects_is_not_its_own_behind_a_signal() {
+    let mut machine = asking(Intercept3::INTR);
+    machine.put(BLOCK + 0x570, 0x202);
+    machine.put(BLOCK + 0xa8, event::VALID | event::INTR | u64::from(GIVEN.0));
+    machine.then(|vmcb, gprs| {
+        surroundings::set_signal_pending(true);
+        rig::nested::vmrun(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    machine.then(|vmcb, gprs| {
+        let injected = event::VALID | event::INTR | u64::from(GIVEN.0);
+        assert_eq!((vmcb.save.rip, vmcb.control.event_inj), (L2_RIP, injected));
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), rig::UNKNOWN);
 }
 
 /// Under VMX: with and without exits of L1's for interrupts.

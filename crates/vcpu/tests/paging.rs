@@ -245,7 +245,7 @@ fn a_delivery_that_faults_without_end_does_not_hold_off_the_host() {
         });
     }
     v.backend().cpu().inner().then(|vmcb, gprs| {
-        assert_eq!(vmcb.control.event_inj, 0, "the model takes it at the entry");
+        assert_eq!(vmcb.control.event_inj, event::VALID | INTERRUPT);
         shutdown(vmcb, gprs);
     });
     let before = v.backend().cpu().counts();

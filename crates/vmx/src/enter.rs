@@ -374,6 +374,10 @@ impl<C: Cpu> Vmx<C> {
         if self.attention & attention::OFFER != 0
             && let Some(vector) = self.offer.vector
         {
+            if self.nmi_behind != NmiBehind::Nothing {
+                // What the VMCS says of a shadow that is over would keep the window shut.
+                self.clear_ended_shadow();
+            }
             // Injected where the guest can take it at this entry; else the window tells when it can.
             // As an entry demands of an injected interrupt (SDM vol. 3C §27.3.1.4, §27.3.1.5).
             let open =

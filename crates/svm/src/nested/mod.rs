@@ -569,7 +569,7 @@ impl<C: Cpu> Nested for Svm<C> {
         // By its block, whatever became of the valid bit; or as a virtual interrupt.
         let word = event::INTR | u64::from(vector.0);
         control.event_inj & (event::TYPE | event::VECTOR) == word
-            || control.int_vector == u32::from(vector.0)
+            || vector.0 != 0 && control.int_vector == u32::from(vector.0)
     }
 
     /// An event that SVM intercepts stays where it waits, until L1 sets GIF.

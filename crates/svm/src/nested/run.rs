@@ -13,15 +13,16 @@ use x86::{
 use super::{Seen, paging::has_tables};
 use crate::{
     block::FLUSH_ALL,
-    l2::{Injected, State, is_by_instruction},
+    l2::{Injected, State, is_by_instruction, is_interrupt},
     state::{Svm, Virq},
 };
 
 /// Whether EVENTINJ holds an event that is known for L1's until it is delivered: one that an instruction makes, which is not
-/// executed again for it, or an NMI, which masks none of L1's.
+/// executed again for it, an NMI, which masks none of L1's, or an interrupt, which is not one of L1's machine.
 fn is_known_for_l1s(event_inj: u64) -> bool {
     event_inj & (event::VALID | event::TYPE) == event::VALID | event::NMI
         || is_by_instruction(event_inj)
+        || is_interrupt(event_inj)
 }
 
 impl<C: Cpu> Svm<C> {

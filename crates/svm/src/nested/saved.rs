@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 use super::{Seen, paging::has_tables, run};
 use crate::{
-    l2::{Injected, State, is_by_instruction},
+    l2::{Injected, State, is_by_instruction, is_interrupt},
     state::{Svm, Virq},
 };
 
@@ -128,19 +128,14 @@ impl<C: Cpu> NestedState for Svm<C> {
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
         if let Some(of_l1) = state.injected
-            && is_by_instruction(of_l1.event)
+            && !of_l1.is_nmi()
             && page.control.event_inj & event::VALID == 0
         {
             // What is on its way is among the vCPU's events; that it is L1's they do not tell.
             page.control.event_inj = of_l1.event & !event::VALID;
-            page.control.next_rip = of_l1.next_rip;
-        }
-        let asked = state.v12.control().event_inj;
-        if asked & (event::VALID | event::TYPE) == event::VALID | event::INTR
-            && page.control.event_inj & event::VALID == 0
-        {
-            // Nor that an interrupt on its way is L1's, and not one of L1's machine that waits for it.
-            page.control.event_inj = asked & !event::VALID;
+            if is_by_instruction(of_l1.event) {
+                page.control.next_rip = of_l1.next_rip;
+            }
         }
         let place = into.get_mut(saved::HEADER..saved::LARGEST).ok_or(Unrestorable::Missing)?;
         place.copy_from_slice(page.as_bytes());
@@ -186,7 +181,8 @@ impl<C: Cpu> NestedState for Svm<C> {
         if let Some(state) = &mut self.nested {
             let control = state.v12.control();
             let event = control.event_inj | event::VALID;
-            if control.event_inj & event::VALID == 0 && is_by_instruction(event) {
+            let is_named = is_by_instruction(event) || is_interrupt(event);
+            if control.event_inj & event::VALID == 0 && is_named {
                 // It is on its way, and comes with KVM_SET_VCPU_EVENTS.
                 let next_rip = control.next_rip;
                 state.injected = Some(Injected { event, rip: None, next_rip });

@@ -352,20 +352,17 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an interrupt or NMI that L2 was taking is one that L1 has injected: those of L1's machine do not come to L2.
     pub(crate) fn is_l1s_for_l2(&self, event: Event) -> bool {
-        self.pending.after_exit.is_nested()
-            && match event {
-                // Whatever holds them: an L2 that has closed itself to its own is no other's.
-                Event::Interrupt(_) => self.b.nested().is_some_and(Nested::hears_interrupts),
-                Event::Nmi => !passes(&self.b, Waiting::Nmi),
-                Event::Software(_) | Event::Exception(_) => false,
-            }
+        let kind = match event {
+            Event::Interrupt(_) => Waiting::Interrupt(None),
+            Event::Nmi => Waiting::Nmi,
+            Event::Software(_) | Event::Exception(_) => return false,
+        };
+        self.pending.after_exit.is_nested() && !passes(&self.b, kind)
     }
 
-    /// Whether L1 itself runs with GIF clear.
-    pub(crate) fn is_held_by_gif(&self) -> bool {
-        self.pending.gated
-            && !self.pending.after_exit.is_nested()
-            && !passes(&self.b, Waiting::Interrupt(None))
+    /// Whether an event goes to the level that runs.
+    pub(crate) fn is_delivered(&self, waiting: Waiting) -> bool {
+        passes(&self.b, waiting)
     }
 
     /// Whether the event whose delivery the last exit interrupted is one that L1 injected into L2, which is

@@ -54,6 +54,15 @@ pub struct Events {
     pub outer: Outer,
 }
 
+/// What becomes of an interrupt that was prepared for an entry which does not happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waits {
+    /// The VMM gave it, with a local APIC of its own: it waits again.
+    Anew,
+    /// It is taken already, or may be L1's for L2, whose entry is not made undone: it goes before all others.
+    First,
+}
+
 /// What is for the outer loop, or to be told of by [`crate::observe`]: a bit each, so that nothing, which
 /// is usual, is one comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -222,14 +231,14 @@ impl Events {
 
     /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
     /// a saved state has as well.
-    pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend, shared: &VcpuShared) {
+    pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend, waits: Waits) {
         // Its neutral form would lose kind and length of what L1 has asked for.
         if b.nested().is_some_and(Nested::injects_for_l1) {
             return;
         }
         match b.cancel_injection() {
             // The VMM's own waits where it waited: user space may close the guest to it before the next entry.
-            Some(Event::Interrupt(vector)) if !shared.in_kernel_apic => {
+            Some(Event::Interrupt(vector)) if waits == Waits::Anew && self.external.is_none() => {
                 self.external = Some(vector);
             }
             // It goes before all others at the next entry, as it would have at this one.

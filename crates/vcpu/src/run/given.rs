@@ -4,9 +4,9 @@
 //! begun or wait: KVM_GET_VCPU_EVENTS tells an interrupt that a VMM's own controller gave, and that the guest has not taken, as one that is
 //! injected. They may also name more than an entry has room for, or what the guest cannot take at all: an entry with an interrupt and
 //! RFLAGS.IF clear is refused by VMX (SDM vol. 3C §27.3.1.4), and on SVM comes between CLI and STI. So before the entry each is put where it
-//! belongs, once, by one rule. `crates/vcpu/tests/event_order` has these calls in any order.
+//! belongs by one rule, when nothing can keep the entry back any more. `crates/vcpu/tests/event_order` has these calls in any order.
 
-use backend::{Backend, Event, Nested};
+use backend::{Backend, Event, Nested, Waiting};
 
 use crate::{Vcpu, run::events::interrupts_open};
 
@@ -17,6 +17,16 @@ pub(crate) struct Given {
     pub again: bool,
     /// [`Events::exception`](super::events::Events::exception).
     pub exception: bool,
+    /// All of them: what was there before is replaced.
+    pub all: bool,
+}
+
+impl Given {
+    /// Whether it has given anything, be it that there is nothing.
+    #[inline]
+    pub fn any(self) -> bool {
+        self.again || self.exception || self.all
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -24,15 +34,16 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn settle_given(&mut self) {
+        self.pending.raise();
         self.settle_injection();
         let Some(event) = self.events.again else { return };
-        if self.rare.given.again && self.waits_for_l1(event) {
-            self.events.again = None;
-            if let Event::Interrupt(vector) = event {
-                self.events.external = Some(vector);
+        if !self.may_be_of_l1(event) && (self.is_for_l1(event) || self.has_to_wait(event)) {
+            match event {
+                Event::Interrupt(vector) if !self.shared.in_kernel_apic => {
+                    (self.events.again, self.events.external) = (None, Some(vector));
+                }
+                _ => self.put_back_again(),
             }
-        } else if !self.is_l1s_for_l2(event) && self.has_to_wait(event) {
-            self.put_back_again();
         }
     }
 
@@ -78,15 +89,32 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the level that runs takes external interrupts now.
     fn takes_interrupts(&self) -> bool {
-        interrupts_open(&self.b) && !self.is_held_by_gif()
+        if !self.pending.gated {
+            return interrupts_open(&self.b);
+        }
+        // Where L1's flag decides, L2's says nothing; and L1's nothing while GIF is clear.
+        self.is_delivered(Waiting::Interrupt(None))
+            && !self.b.interrupt_shadow()
+            && !self.b.injecting()
     }
 
-    /// Whether an interrupt of a VMM's own local APIC waits for L1 while L2 runs: L1 hears of all of its machine's, and has not injected
-    /// this one.
-    fn waits_for_l1(&self, event: Event) -> bool {
-        let Event::Interrupt(vector) = event else { return false };
-        !self.shared.in_kernel_apic
-            && self.is_l1s_for_l2(event)
-            && self.b.nested().is_some_and(|nested| !nested.may_have_injected(vector))
+    /// Whether L1 may have given L2 this event, which is L2's then, whatever holds it back.
+    fn may_be_of_l1(&self, event: Event) -> bool {
+        let Some(nested) = self.b.nested().filter(|_| self.pending.after_exit.is_nested()) else {
+            return false;
+        };
+        match event {
+            // With a local APIC of ours none that waits is told of.
+            Event::Interrupt(_) if self.shared.in_kernel_apic => nested.hears_interrupts(),
+            Event::Interrupt(vector) => nested.may_have_injected(vector),
+            event => self.is_l1s_for_l2(event),
+        }
+    }
+
+    /// Whether an interrupt is one of L1's machine, which L2 takes none of: it waits for L1.
+    fn is_for_l1(&self, event: Event) -> bool {
+        matches!(event, Event::Interrupt(_))
+            && self.pending.after_exit.is_nested()
+            && self.b.nested().is_some_and(Nested::hears_interrupts)
     }
 }

@@ -134,6 +134,10 @@ impl<B: Backend> Vcpu<B> {
         // Guest memory may be looked at from here on: who withdraws translations waits for the
         // mode.
         let s = entered.section();
+        // Not before: a KVM_RUN that enters nobody settles nothing, for the rest of a restore may come behind it.
+        if self.rare.given.any() || self.rare.nested_restored {
+            self.settle_given();
+        }
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
         if self.pending.is_raised()
             || self.shared.lapic.maybe_pending()

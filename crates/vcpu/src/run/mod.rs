@@ -24,7 +24,7 @@ use crate::{
     Rare, Vcpu,
     exits::code::CodeState as _,
     nested::events::tell_activity,
-    run::events::{Outer, interrupts_open},
+    run::events::{Outer, Waits, interrupts_open},
     run::outcome::{Break, Left, Other, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
@@ -298,7 +298,9 @@ impl<B: Backend> Vcpu<B> {
                 // With a signal the VMM has the word; for a reschedule alone the loop goes on.
                 if task::handle_work().is_err() {
                     // User space may save the state now, and what is prepared for an entry is no part of it.
-                    self.events.take_back_injection(&mut self.b, &self.shared);
+                    let own = !self.shared.in_kernel_apic && !self.pending.after_exit.is_nested();
+                    let waits = if own { Waits::Anew } else { Waits::First };
+                    self.events.take_back_injection(&mut self.b, waits);
                     // VMRUN prepares its event without a look for others, and what is taken back is looked for.
                     self.pending.raise();
                     return Err(UserExit::Intr.into());
@@ -456,7 +458,6 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
             self.pending.raise();
-            self.settle_given();
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }

@@ -323,6 +323,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.given = Given {
             again: self.events.again.is_some(),
             exception: self.events.exception.is_some(),
+            all: true,
         };
         self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {

@@ -74,6 +74,8 @@ pub enum Act {
     Rdmsr,
     Page,
     HostInterrupt,
+    /// And a signal for the thread.
+    Signal,
     /// At the next delivery: an exit interrupts it.
     Interrupts,
 }
@@ -158,7 +160,8 @@ impl Guest {
         self.plain.enters();
         self.compare(b);
         let p = &self.plain;
-        self.behind_sti |= B::NMI_WAITS_BEHIND_STI && p.nmis != 0 && p.shadow.is_some();
+        self.behind_sti |=
+            B::NMI_WAITS_BEHIND_STI && p.nmis != 0 && p.shadow == Some(ShadowBy::Sti);
         self.behind_sti &= p.nmis != 0;
         if let Some(event) = b.injected() {
             let behind = self.plain.return_address(event);
@@ -287,6 +290,11 @@ impl Guest {
                 flags -= Rflags::TF | Rflags::RF;
             }
             Act::HostInterrupt => {
+                b.exit(Exit::HostInterrupt);
+                return false;
+            }
+            Act::Signal => {
+                host::std_port::test::set_signal_pending(true);
                 b.exit(Exit::HostInterrupt);
                 return false;
             }

@@ -18,7 +18,7 @@ use gannet_vcpu::{
     state::registers::{GivenEvents, SavedEvents},
 };
 use hardware::{Act, Guest, Seen, Shared};
-use host::{KBox, page::Pages};
+use host::{KBox, page::Pages, std_port::test as surroundings};
 use mmu::Region;
 use plain::{ERRORS, Error, Plain};
 use proptest::{
@@ -35,7 +35,7 @@ enum Op {
     Run {
         acts: Vec<Act>,
         window: bool,
-        immediate: bool,
+        stop: Stop,
     },
     /// KVM_INTERRUPT.
     Interrupt(Vector),
@@ -51,6 +51,16 @@ enum Op {
     Regs(bool),
     /// All state moves to a new vCPU, by these calls in this order.
     Migrate([Part; 3]),
+}
+
+/// What keeps KVM_RUN from entering the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    Nothing,
+    /// `immediate_exit`.
+    Immediate,
+    /// A signal that waits already.
+    Signal,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,7 +112,7 @@ impl<V: Vendor> Play<V> {
 
     fn act(&mut self, op: &Op) {
         match op {
-            Op::Run { acts, window, immediate } => self.run(acts, *window, *immediate),
+            Op::Run { acts, window, stop } => self.run(acts, *window, *stop),
             Op::Interrupt(vector) => {
                 self.vcpu.queue_interrupt(*vector).unwrap();
                 let plain = &mut self.guest().plain;
@@ -148,7 +158,7 @@ impl<V: Vendor> Play<V> {
         }
     }
 
-    fn run(&mut self, acts: &[Act], window: bool, immediate: bool) {
+    fn run(&mut self, acts: &[Act], window: bool, stop: Stop) {
         {
             let mut guest = self.guest();
             // Without NRIP save these would be read from the guest's code.
@@ -161,16 +171,19 @@ impl<V: Vendor> Play<V> {
         V::steps(&mut self.vcpu, &self.guest, 200usize.saturating_sub(left));
         let input = RunInput {
             request_interrupt_window: window,
-            immediate_exit: immediate,
+            immediate_exit: stop == Stop::Immediate,
             ..RunInput::default()
         };
+        surroundings::set_signal_pending(stop == Stop::Signal);
         let exit = self.vcpu.run(&input);
+        surroundings::set_signal_pending(false);
         let told = self.vcpu.run_output();
         let plain = self.guest().plain;
         match exit {
             UserExit::IrqWindowOpen => assert!(plain.is_ready() && window, "a window: {plain:?}"),
-            UserExit::Immediate => assert!(immediate),
-            rig::UNKNOWN => assert!(!immediate),
+            UserExit::Immediate => assert_eq!(stop, Stop::Immediate),
+            UserExit::Intr => assert!(stop == Stop::Signal || acts.contains(&Act::Signal)),
+            rig::UNKNOWN => assert_eq!(stop, Stop::Nothing),
             other => panic!("{other:?}, {plain:?}"),
         }
         assert_eq!(told.ready_for_interrupt_injection, plain.is_ready(), "{plain:?}");
@@ -280,6 +293,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         1 => Just(Act::Rdmsr),
         1 => Just(Act::Page),
         1 => Just(Act::HostInterrupt),
+        1 => Just(Act::Signal),
         2 => Just(Act::Interrupts),
     ];
     prop::collection::vec(act, 0..12)
@@ -317,9 +331,11 @@ fn events() -> impl Strategy<Value = (SavedEvents, GivenEvents)> {
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
-    let run = (acts(), prop::bool::weighted(0.3), prop::bool::weighted(0.1));
+    let stop =
+        prop_oneof![8 => Just(Stop::Nothing), 1 => Just(Stop::Immediate), 1 => Just(Stop::Signal)];
+    let run = (acts(), prop::bool::weighted(0.3), stop);
     let op = prop_oneof![
-        6 => run.prop_map(|(acts, window, immediate)| Op::Run { acts, window, immediate }),
+        6 => run.prop_map(|(acts, window, stop)| Op::Run { acts, window, stop }),
         3 => (32..=255u8).prop_map(|v| Op::Interrupt(Vector(v))),
         2 => Just(Op::Nmi),
         1 => Just(Op::EventsBack),
