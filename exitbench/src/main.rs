@@ -7,6 +7,7 @@ mod bench;
 mod boot;
 mod cli;
 mod compare;
+mod features;
 mod host;
 mod man;
 mod nested_linux;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
         Command::Plot(arguments) => plot::command(&arguments),
         Command::Boot(arguments) => boot::command(arguments),
         Command::NestedLinux(arguments) => nested_linux::command(&arguments),
+        Command::Features(arguments) => features::command(&arguments),
         Command::Man => man::command(),
     };
     match result {

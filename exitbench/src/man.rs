@@ -38,6 +38,7 @@ exitbench run \-\-cpu 2,3 \-\-json gannet.json
 exitbench compare stock.json gannet.json
 exitbench compare \-\-fail\-above 1.01 before.json after.json
 exitbench plot stock.json gannet.json \-o exits.svg
+exitbench features | grep HYPERV
 exitbench man >exitbench.1
 .fi
 .SH SEE ALSO

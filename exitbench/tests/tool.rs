@@ -94,7 +94,7 @@ fn what_cannot_be_worked_on_ends_with_2_and_says_why() {
     folder.add("cut.json", &report("tsc", &[("cpuid", 1)])[..90]);
     folder.add("counted.json", &report("instructions", &[("cpuid", 1)]));
     folder.add("other.json", &report("tsc", &[("ipi", 1)]));
-    let wrong: [(&[&str], &str); 10] = [
+    let wrong: [(&[&str], &str); 11] = [
         (&["compare", "a.json", "cut.json"], "cut.json: it is cut off"),
         (&["compare", "a.json", "none.json"], "cannot read none.json"),
         (&["compare", "a.json", "counted.json"], "one counts TSC ticks, another instructions"),
@@ -103,6 +103,7 @@ fn what_cannot_be_worked_on_ends_with_2_and_says_why() {
         (&["plot", "a.json", "counted.json", "-o", "x.svg"], "do not compare"),
         (&["plot", "a.json", "-o", "no/such/x.svg"], "cannot write no/such/x.svg"),
         (&["run", "cpuid", "--device", "none"], "none does not exist"),
+        (&["features", "--device", "none"], "none does not exist"),
         (&["run", "--device", "none", "--json", "no/such.json"], "cannot write no/such.json"),
         (&["run", "cpuidd", "--device", "none"], "no workload called `cpuidd`"),
     ];

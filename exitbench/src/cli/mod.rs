@@ -21,6 +21,7 @@ const EXAMPLES: &str = "Examples:
   exitbench run --cpu 2,3 --json stock.json    all, held on two CPUs of the host
   exitbench compare stock.json gannet.json     side by side: ratios, and which of them are more than noise
   exitbench plot stock.json gannet.json -o x.svg
+  exitbench features >stock.txt                what the module offers, a line for each fact, for diff
   exitbench boot --kernel vmlinux --initrd initrd.cpio --cpus 2
 
 The exit status is 0; 1 if a workload failed, or is slower than `compare --fail-above` allows; 2 if there is nothing to work on: no
@@ -58,8 +59,25 @@ pub enum Command {
     Boot(BootArguments),
     /// Boot a Linux guest that is a hypervisor by its own KVM, and run workloads in its guests
     NestedLinux(NestedLinuxArguments),
+    /// Tell what /dev/kvm offers here: capabilities, CPUID, MSRs, the module's parameters
+    Features(FeaturesArguments),
     /// Write the manual page, exitbench(1): `exitbench man | man -l -`
     Man,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A line for each fact: `KVM_CAP_NAME value` (of the device; those of value 0 are left out), `cpuid \
+                  leaf.subleaf.register value`, `feature-msr index value`, `msr index`, `parameter module.name value`. \
+                  Two modules compare by diff."
+)]
+pub struct FeaturesArguments {
+    /// The device
+    #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
+    pub device: PathBuf,
+    /// Write JSON, one object with the same facts
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]
