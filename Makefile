@@ -24,7 +24,7 @@ unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS L1_PARAMETERS CPUS HO
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module harden fuzz sanitize deb vmms symbols setup clean
+.PHONY: help run test bench mechanisms matrix boot try module harden fuzz sanitize deb vmms symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -33,6 +33,7 @@ help:
 	@echo '  make test     format, lints, unit tests, module checks, lab tests; ends with "N passed, N failed"'
 	@echo '  make bench    JSON=path        the measurements alone, written as JSON'
 	@echo '  make mechanisms                every mechanism off and on, and stock KVM beside: writes docs/results'
+	@echo '  make matrix                    what stock KVM and Gannet offer on each machine with each kernel: writes docs/results'
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
@@ -65,6 +66,9 @@ bench:
 
 mechanisms:
 	$(XTASK) mechanisms --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --from '$(FROM)'
+
+matrix:
+	$(XTASK) matrix --machine '$(MACHINE)' --json '$(JSON)' --from '$(FROM)'
 
 boot:
 	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)'

@@ -11,6 +11,7 @@ mod fuzz;
 mod guest;
 mod harden;
 mod labtest;
+mod matrix;
 mod mechanisms;
 mod module;
 mod options;
@@ -54,6 +55,7 @@ fn run() -> Result<bool> {
         Command::Test(options) => test::run(&layout, &options),
         Command::Bench(options) => bench::command(&layout, &options),
         Command::Mechanisms(options) => mechanisms::command(&layout, &options),
+        Command::Matrix(options) => matrix::command(&layout, &options),
         Command::Boot(options) => boot::command(&layout, &options),
         Command::Try(options) => attempt::command(&layout, &options),
         Command::Module(options) => module::command(&layout, &options),

@@ -22,6 +22,8 @@ pub enum Command {
     Bench(Options),
     /// Every mechanism with its switch off and on, and stock KVM beside: docs/results
     Mechanisms(Options),
+    /// What stock KVM and Gannet offer on each emulated machine with each kernel: docs/results
+    Matrix(Options),
     /// Boot a Linux guest and stream its console; 0 when its user space answered
     Boot(Options),
     /// A shell command in one machine, with all test programs there; 0 when it ended with 0
@@ -177,7 +179,7 @@ pub mod tests {
         let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
         let lines: Vec<&str> =
             makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
-        assert_eq!(lines.len(), 13);
+        assert_eq!(lines.len(), 14);
         for line in lines {
             // Every value is a variable; here none is set.
             let options = line.split_whitespace().filter(|word| word.starts_with("--"));
