@@ -3,7 +3,7 @@
 # cache folder: the Rust toolchain, three kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
-#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but the selftests, the debug kernel and fuzz; see packages.txt)
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but the selftests, kvm_stat, the debug kernel and fuzz; see packages.txt)
 #   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
 #
 # Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
@@ -26,7 +26,7 @@ newer_lock=$out/lab.lock.newer
 layout=3
 all_groups="toolchain kernel-6.12 kernel-6.1 kernel-7.3 qemu bochs busybox tcc"
 # Made sure of only where they are named.
-other_groups="selftests selftests-7.3 kernel-6.12-debug fuzz"
+other_groups="selftests selftests-7.3 kvm-stat kernel-6.12-debug fuzz"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -270,6 +270,11 @@ unpack_into() {
                             --exclude '*/sound/*.[ch]' --exclude '*/fs/xfs/*.[ch]' --exclude '*/arch/arm*/*.[chS]' \
                             --exclude '*/arch/*.dts*' --exclude '*/arch/mips/*.[chS]' --exclude '*/arch/powerpc/*.[chS]' \
                             --exclude '*/tools/perf/*' --exclude '*/tools/testing/*'
+                    continue ;;
+                */kvm-stat.tmp)
+                    # No package installs it.
+                    dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -O --wildcards '*.tar.xz' | xz -dc |
+                        tar -x -C "$into" --strip-components=4 --wildcards 'linux-source-*/tools/kvm/kvm_stat/kvm_stat'
                     continue ;;
                 esac
                 # 6.12 has nothing for devices under VFIO, and a pattern that nothing matches is an error of tar's, as a full disk is.

@@ -8,6 +8,8 @@ echo '=== begin'
 module=stock only=
 for word in $(cat /proc/cmdline); do case $word in module=*) module=${word#module=} ;; only=*) only=${word#only=} ;; esac; done
 begun=$SECONDS
+# wanted PART: all are, or those of PART=node,kvm_stat.
+wanted() { case ,$only, in ,, | *,"$1",*) ;; *) return 1 ;; esac; }
 
 # check NAME COMMAND...: what it says is shown if it fails.
 check() {
@@ -20,6 +22,8 @@ check() {
 shown() { text=$1; shift; "$@" >/tmp/has 2>&1; status=$?; cat /tmp/has; grep -qE "$text" /tmp/has; }
 has() { shown "$@" && [ $status = 0 ]; }
 # within SECONDS COMMAND...
+# told NAME COMMAND...: a check whose words are kept in the log, well or not.
+told() { name=$1; shift; check "$name" "$@"; grep -v ' 0 *0$' /tmp/said | sed 's/^/# /'; }
 within() { limit=$((SECONDS + $1)); shift; until "$@"; do [ $SECONDS -lt $limit ] || return 1; sleep 0.3; done; }
 
 if [ "$module" = stock ]; then
@@ -38,8 +42,14 @@ check kvm_ok has 'KVM acceleration can be used' kvm-ok
 check virt_host_validate_hardware shown 'hardware virtualization +: PASS' virt-host-validate qemu
 check virt_host_validate_device shown '/dev/kvm is accessible +: PASS' virt-host-validate qemu
 
+# --- a node's checks ---
+if wanted node; then
+told as_kata_checks_a_node node.py kata
+told as_kubevirt_labels_a_node node.py kubevirt
+fi
+
 # --- tracing ---
-if [ -z "$only" ] || [ "$only" = tracing ]; then
+if wanted tracing; then
 traced() {
     trace-cmd record -q -e kvm:kvm_exit -e kvm:kvm_entry -o /tmp/trace.dat exitbench run cpuid --repetitions 1 --iterations 300 || return 1
     trace-cmd report -i /tmp/trace.dat >/tmp/trace.txt 2>/dev/null
@@ -69,8 +79,29 @@ statistics() { exitbench run cpuid --repetitions 1 --iterations 300 >/dev/null &
 check debugfs_has_statistics statistics
 fi
 
+# --- kvm_stat ---
+if wanted kvm_stat; then
+# The kernel's own kvm_stat, by tracepoints (its default) and by debugfs, for a second in which a guest exits. It wants a debugfs; there is no mount(8).
+counted() { # counted LINE OPTION...: the line that begins so has grown
+    line=$1; shift
+    mountpoint -q /sys/kernel/debug || python3 -c 'import ctypes; ctypes.CDLL(None).mount(b"none", b"/sys/kernel/debug", b"debugfs", 0, None)'
+    # One guest all the time: of one that has gone kvm_stat drops the files in debugfs.
+    exitbench run cpuid --repetitions 1 --iterations 200000 --timeout 300 >/dev/null 2>&1 &
+    load=$!
+    sleep 1
+    timeout 120 kvm_stat -1 "$@" >/tmp/counted 2>&1
+    status=$?
+    kill $load; wait $load 2>/dev/null
+    cat /tmp/counted
+    [ $status = 0 ] && awk -v line="$line" 'index($1, line) == 1 && $NF > 0 {found = 1} END {exit !found}' /tmp/counted
+}
+told kvm_stat_by_tracepoints counted 'kvm_exit(CPUID)'
+told kvm_stat_by_debugfs counted exits -d
+fi
+
+none_runs() { ! grep -qs "^$1" /proc/[0-9]*/comm; }
 # --- libvirt ---
-if [ -z "$only" ] || [ "$only" = libvirt ]; then
+if wanted libvirt || wanted node; then
 # The user that the package libvirt-daemon-system makes; it wants systemd, which is not here.
 grep -q libvirt-qemu /etc/passwd || echo "libvirt-qemu:x:64055:106:libvirt:/var/lib/libvirt:/usr/sbin/nologin" >>/etc/passwd
 grep -q libvirt-qemu /etc/group || printf 'kvm:x:106:\nlibvirt-qemu:x:64055:\n' >>/etc/group
@@ -94,6 +125,19 @@ answers() { within 60 virsh -q version >/tmp/version 2>&1; status=$?; cat /tmp/v
 check virsh_answers answers
 check capabilities_have_kvm has "domain type='kvm'" virsh capabilities
 check domcapabilities has "<mode name='host-passthrough' supported='yes'" virsh domcapabilities --virttype kvm
+# What KubeVirt's node labeller runs in its container.
+labels() {
+    q35="--machine q35 --arch x86_64 --virttype kvm"
+    virsh domcapabilities $q35 >/tmp/domcapabilities.xml || return 1
+    virsh hypervisor-cpu-baseline --features /tmp/domcapabilities.xml $q35 >/tmp/features.xml || return 1
+    virsh capabilities >/tmp/capabilities.xml || return 1
+    echo "host model: $(grep -o "<model fallback='forbid'>[^<]*" /tmp/domcapabilities.xml | sed 's/.*>//'), features: $(grep -c '<feature' /tmp/features.xml)"
+    echo "CPU models that are usable: $(sed -n "s/.*usable='yes'.*>\(.*\)<.*/\1/p" /tmp/domcapabilities.xml | tr '\n' ' ')"
+    grep -q '<feature' /tmp/features.xml
+}
+told as_kubevirt_asks_libvirt labels
+told what_no_cpu_model_has node.py models
+if wanted libvirt; then
 qemu-img create -q -f qcow2 /var/lib/libvirt/images/one.qcow2 64M
 serial=/tmp/serial.log
 lines() { wc -l <$serial 2>/dev/null || echo 0; }
@@ -124,8 +168,8 @@ restarted() { virsh reset one && goes_on; }
 check reset restarted
 check destroy has 'destroyed' virsh destroy one
 check undefine virsh undefine one
-none_runs() { ! grep -qs "^$1" /proc/[0-9]*/comm; }
 check nothing_is_left within 20 none_runs qemu-system
+fi
 for daemon in libvirtd virtlogd; do kill "$(cat /run/$daemon.pid)"; done
 check libvirtd_ends within 20 none_runs libvirtd
 fi

@@ -1,7 +1,8 @@
 #!/bin/bash
-# run.sh [gannet|stock]...: the tools that an administrator has for KVM (lscpu, kvm-ok, virt-host-validate, trace-cmd, perf, libvirt with
-# QEMU), Debian's own, unmodified, in an emulated AMD machine that runs Debian 12 with kernel 6.12 from a disk. Each module by itself;
-# both without a name. Root, 3 GB in target/lab/tools-test, 250 MB of downloads the first time.
+# run.sh [gannet|stock]...: the tools that an administrator has for KVM (lscpu, kvm-ok, virt-host-validate, trace-cmd, perf, kvm_stat, libvirt
+# with QEMU), Debian's own, unmodified, and what Kata and KubeVirt ask of a node, in an emulated AMD machine that runs Debian 12 with kernel
+# 6.12 from a disk. Each module by itself; both without a name. PART=node,kvm_stat runs these parts alone, of node, tracing, kvm_stat and
+# libvirt. Root, 3 GB in target/lab/tools-test, 400 MB of downloads the first time.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 checkout=$(cd "$here/../.." && pwd)
@@ -9,10 +10,12 @@ lab=$checkout/target/lab
 . "$checkout/tests/debian.sh"
 exitbench=$lab/cargo-static/x86_64-unknown-linux-gnu/release/exitbench
 [ -x "$exitbench" ] && [ -e "$lab/module/core.o" ] || { echo "nothing is built: run  make try COMMAND=true  once" >&2; exit 1; }
-"$checkout/lab/bootstrap.sh" qemu kernel-6.12 busybox
+"$checkout/lab/bootstrap.sh" qemu kernel-6.12 busybox kvm-stat
 release=$(cat "$lab/kernel/6.12/release")
+# A folder of before kvm_stat has no Python.
+[ -x "$lab/tools-test/root/usr/bin/python3" ] || rm -f "$lab/tools-test/root.made"
 debian_root "$lab/tools-test" bookworm '?essential' apt "linux-image-$release" initramfs-tools kmod iproute2 linux-perf trace-cmd cpu-checker \
-    libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils
+    libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils python3
 
 # Gannet under KVM's names, as the package has it.
 sources=$work/module
@@ -30,6 +33,7 @@ sh "$checkout/tests/vmms/gather.sh" "$work/gathered"
 rm -rf "$root/guest"
 cp -r "$work/gathered/guest" "$root/guest"
 cp "$exitbench" "$root/usr/local/bin/"
+install -m 755 "$lab/kvm-stat/kvm_stat" "$here/node.py" "$root/usr/local/bin/"
 install -m 755 "$here/init.sh" "$root/init.sh"
 install -m 644 "$here/domain.xml" "$root/guest/domain.xml"
 disk=$work/disk
