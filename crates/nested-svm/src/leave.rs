@@ -159,9 +159,9 @@ fn controls(
     ];
     place.put(offset_of!(Control, int_ctl), told)?;
     // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
-    // With VMEXIT_INVALID the CPU has not looked at EVENTINJ: L1 may enter with it again.
-    let taken = left.entered && v12.event_inj & event::VALID != 0;
-    if taken {
+    // With VMEXIT_INVALID the CPU has not looked at EVENTINJ: L1 may enter with it again. Whatever the copy says of it: that of a
+    // state that was saved behind the entry has the bit clear, and L1's memory has it set still.
+    if left.entered {
         let event_inj = v12.event_inj & !event::VALID;
         place.put(offset_of!(Control, event_inj), [event_inj])?;
     }
