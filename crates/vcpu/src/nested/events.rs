@@ -164,6 +164,15 @@ impl<B: Backend> Vcpu<B> {
             if gate == Gate::Window && waits {
                 self.b.set_interrupt_window(true);
             }
+            let is_open = matches!(gate, Gate::ExitToL1 | Gate::AfterEntry);
+            if is_open && self.pending.awaits_window(&self.shared) {
+                // Behind what goes in now the VMM may give one, which ends L2's run: no window of L2's tells of that.
+                self.pending.raise();
+                if kernel.are_allowed() {
+                    host::smp::kick(host::smp::cpu_id());
+                }
+                return kernel.are_allowed();
+            }
             return true;
         }
         if self.pending.after_exit.is_nested() {

@@ -232,8 +232,9 @@ impl Events {
     /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
     /// a saved state has as well.
     pub(crate) fn take_back_injection(&mut self, b: &mut impl Backend, waits: Waits) {
-        // Its neutral form would lose kind and length of what L1 has asked for.
-        if b.nested().is_some_and(Nested::injects_for_l1) {
+        // Its neutral form would lose kind and length of what L1 has asked for. Beside what user space has given, and nobody has settled
+        // yet, there is no room for it.
+        if b.nested().is_some_and(Nested::injects_for_l1) || self.again.is_some() {
             return;
         }
         match b.cancel_injection() {

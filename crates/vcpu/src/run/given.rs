@@ -4,7 +4,8 @@
 //! begun or wait: KVM_GET_VCPU_EVENTS tells an interrupt that a VMM's own controller gave, and that the guest has not taken, as one that is
 //! injected. They may also name more than an entry has room for, or what the guest cannot take at all: an entry with an interrupt and
 //! RFLAGS.IF clear is refused by VMX (SDM vol. 3C §27.3.1.4), and on SVM comes between CLI and STI. So before the entry each is put where it
-//! belongs by one rule, when nothing can keep the entry back any more. `crates/vcpu/tests/event_order` has these calls in any order.
+//! belongs by one rule, when nothing can keep the entry back any more. `crates/vcpu/tests/event_order` has these calls in any order,
+//! and `event_order_nested` with a guest that is a hypervisor.
 
 use backend::{Backend, Event, Nested, Waiting};
 
@@ -35,6 +36,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn settle_given(&mut self) {
         self.pending.raise();
+        self.settle_waiting();
         self.settle_injection();
         let Some(event) = self.events.again else { return };
         if !self.may_be_of_l1(event) && (self.is_for_l1(event) || self.has_to_wait(event)) {
@@ -44,6 +46,17 @@ impl<B: Backend> Vcpu<B> {
                 }
                 _ => self.put_back_again(),
             }
+        }
+    }
+
+    /// An interrupt of the VMM's that is told of beside what L1's entry injects is none of two that this has room for: it waits.
+    fn settle_waiting(&mut self) {
+        let Some(event @ Event::Interrupt(vector)) = self.events.again else { return };
+        if self.shared.in_kernel_apic || !self.b.injecting() || self.may_be_of_l1(event) {
+            return;
+        }
+        if self.is_for_l1(event) || self.b.nested().is_some_and(Nested::injects_for_l1) {
+            (self.events.again, self.events.external) = (None, Some(vector));
         }
     }
 
