@@ -109,7 +109,7 @@ impl Vendor for Intel {
 }
 
 /// AMD's.
-struct Svms<'a>(&'a mut Vmcb, &'a mut Gprs);
+pub struct Svms<'a>(pub &'a mut Vmcb, pub &'a mut Gprs);
 
 impl Svms<'_> {
     fn has_virtual_nmis(&self) -> bool {
@@ -218,7 +218,7 @@ impl Block for Svms<'_> {
 }
 
 /// Intel's.
-struct Vmxs<'a>(&'a mut ModelVmcs, &'a mut Gprs);
+pub struct Vmxs<'a>(pub &'a mut ModelVmcs, pub &'a mut Gprs);
 
 impl Vmxs<'_> {
     fn state(&self) -> u32 {
