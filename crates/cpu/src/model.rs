@@ -323,7 +323,9 @@ impl Cpu for Model {
         }
         let mut step = self.script.pop_front().expect("the script has ended");
         self.ratios.push(self.msrs.get(&x86::msr::TSC_RATIO).copied().unwrap_or(1 << 32));
-        self.injected = vmcb.control.event_inj;
+        // Without the valid bit it is nothing, whatever is left of an earlier one.
+        let word = vmcb.control.event_inj;
+        self.injected = if word & event::VALID != 0 { word } else { 0 };
         for (_, event) in self.to_inject.iter().filter(|(step, _)| *step == self.played) {
             assert_eq!(self.injected, *event, "the injected event");
         }
@@ -333,7 +335,7 @@ impl Cpu for Model {
         step(vmcb, gprs);
         // An entry that is refused executes no command, makes no translations and takes no event (APM vol. 3, VMRUN).
         if vmcb.control.exit_code as u32 != u32::MAX {
-            vmcb.control.event_inj = 0;
+            vmcb.control.event_inj &= !event::VALID;
             match command {
                 1 => self.asids.clear(),
                 3 => drop(self.asids.remove(&asid)),

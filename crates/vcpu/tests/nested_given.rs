@@ -3,21 +3,25 @@
 
 mod rig;
 
+use ::nested_vmx::Vmcs12;
 use gannet_vcpu::{
     UserExit,
-    state::registers::{GivenEvents, SavedEvents},
+    state::{
+        registers::{GivenEvents, SavedEvents},
+        smm::SavedSmi,
+    },
 };
 use host::std_port::test as surroundings;
 use rig::{
     exit as svm_exit,
-    nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP},
+    nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP, SMBASE},
     nested_vmx::{self, features, vmcs12},
     shutdown, unknown, vmx,
 };
 use x86::{
     Rflags, Vector,
     vmcb::{ExitCode, Intercept3, event},
-    vmcs::{self, ExitReason, field},
+    vmcs::{self, ExitReason, ProcControls2, field},
 };
 
 /// The third word of intercepts is the upper half of what lies there.
@@ -182,11 +186,64 @@ fn what_l1_injects_is_not_its_own_behind_a_signal() {
     assert_eq!(machine.run(), rig::UNKNOWN);
 }
 
+/// What L1 injected before is no name of what waits: L1 and its guest have one vector for their timers.
+#[test]
+fn an_interrupt_that_l1_has_injected_once_is_its_own_the_next_time() {
+    let mut machine = asking(Intercept3::INTR);
+    machine.put(BLOCK + 0x60, 1 << 24);
+    machine.put(BLOCK + 0xa8, event::VALID | event::INTR | u64::from(GIVEN.0));
+    let mut regs = machine.vcpu.regs();
+    regs.rflags |= Rflags::IF;
+    machine.vcpu.set_regs(&regs);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(GIVEN).unwrap();
+    let mut machine = moved(&mut machine);
+    injects_nothing(&mut machine, L1_RIP + 3);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// An SMI waits behind what goes in first. What does not go in holds it no more.
+#[test]
+fn an_smi_does_not_wait_for_an_interrupt_that_waits_itself() {
+    let mut machine = Hypervisor::new(false).with_smram();
+    let events = SavedEvents {
+        interrupt: Some(GIVEN),
+        smi: SavedSmi { pending: true, ..SavedSmi::default() },
+        ..SavedEvents::default()
+    };
+    machine.vcpu.restore_events(&events, ALL);
+    machine.vcpu.restore_smi(&events.smi);
+    machine.then(|vmcb, gprs| {
+        let [_, cs, ..] = vmcb.save.segments;
+        assert_eq!((vmcb.save.rip, cs.base), (0x8000, SMBASE), "the handler");
+        unknown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), rig::UNKNOWN);
+    assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// Virtual interrupts of L1's for L2, in software.
+fn deliver_virtual_interrupts(v: &mut Vmcs12) {
+    const TPR_SHADOW: u32 = 1 << 21;
+    const MSR_BITMAPS: u32 = 1 << 28;
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | TPR_SHADOW | MSR_BITMAPS);
+    v.set(field::MSR_BITMAP, 0x1_0000);
+    let second = ProcControls2::VPID
+        | ProcControls2::VIRTUAL_INTERRUPTS
+        | ProcControls2::VIRTUALIZE_X2APIC
+        | ProcControls2::APIC_REGISTERS;
+    v.set(field::PROC_CONTROLS2, second.bits());
+    v.set(field::VIRTUAL_APIC_ADDR, 0x1_1000);
+}
+
 /// Under VMX: with and without exits of L1's for interrupts.
 #[test]
 fn an_interrupt_that_waits_is_not_injected_into_l2_by_vmx() {
-    for hears in [false, true] {
+    for (hears, delivers) in [(false, false), (true, false), (true, true)] {
         let mut v = vmcs12();
+        if delivers {
+            deliver_virtual_interrupts(&mut v);
+        }
         let pin = v.get(field::PIN_CONTROLS) & !1;
         v.set(field::PIN_CONTROLS, pin | u32::from(hears));
         v.set(field::GUEST_RFLAGS, 2);
@@ -212,7 +269,11 @@ fn an_interrupt_that_waits_is_not_injected_into_l2_by_vmx() {
         let rip = if hears { nested_vmx::L1_RIP } else { regs.rip };
         machine.then(move |vmcs, gprs| {
             let injected = vmcs.get(field::ENTRY_INTERRUPTION) & vmcs::event::VALID;
-            assert_eq!((vmcs.get(field::GUEST_RIP), injected), (rip, 0), "L1 hears: {hears}");
+            assert_eq!(
+                (vmcs.get(field::GUEST_RIP), injected),
+                (rip, 0),
+                "L1 hears: {hears}, {delivers}"
+            );
             surroundings::set_signal_pending(true);
             vmx::exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
         });

@@ -127,13 +127,13 @@ impl<C: Cpu> NestedState for Svm<C> {
         let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
-        if let Some(of_l1) = state.injected
-            && !of_l1.is_nmi()
-            && page.control.event_inj & event::VALID == 0
-        {
-            // What is on its way is among the vCPU's events; that it is L1's they do not tell.
-            page.control.event_inj = of_l1.event & !event::VALID;
-            if is_by_instruction(of_l1.event) {
+        if page.control.event_inj & event::VALID == 0 {
+            // What is on its way is among the vCPU's events; that it is L1's they do not tell. What L1 injected before is no name of it.
+            let named = state.injected.filter(|of_l1| !of_l1.is_nmi());
+            page.control.event_inj = named.map_or(0, |of_l1| of_l1.event & !event::VALID);
+            if let Some(of_l1) = named
+                && is_by_instruction(of_l1.event)
+            {
                 page.control.next_rip = of_l1.next_rip;
             }
         }

@@ -9,7 +9,10 @@
 
 use backend::{Backend, Event, Nested, Waiting};
 
-use crate::{Vcpu, run::events::interrupts_open};
+use crate::{
+    Vcpu,
+    run::events::{Outer, interrupts_open},
+};
 
 /// Which events that wait for the next entry user space has given: no guest was entered since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,11 +33,29 @@ impl Given {
     }
 }
 
+/// What comes behind [`Vcpu::settle_given`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "an SMI would wait for the next exit"]
+pub(crate) enum Settled {
+    /// The entry.
+    Entry,
+    /// An SMI, which has waited for what was to go in first and does not.
+    SmiIsNext,
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Puts each event that user space has given where it belongs.
     #[cold]
     #[inline(never)]
-    pub(crate) fn settle_given(&mut self) {
+    pub(crate) fn settle_given(&mut self) -> Settled {
+        let had = self.events.again.is_some();
+        self.settle();
+        // Once: what is taken away is not there when this is asked again.
+        let taken = had && self.events.again.is_none();
+        if taken && self.events.outer.has(Outer::SMI) { Settled::SmiIsNext } else { Settled::Entry }
+    }
+
+    fn settle(&mut self) {
         self.pending.raise();
         self.settle_waiting();
         self.settle_injection();

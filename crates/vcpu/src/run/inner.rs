@@ -39,7 +39,7 @@ use crate::{
     exits::device::Device,
     run::{
         events::{KernelCalls, Outer},
-        given::Given,
+        given::{Given, Settled},
         outcome::{Left, Next, Other},
         pending::Pending,
     },
@@ -135,8 +135,11 @@ impl<B: Backend> Vcpu<B> {
         // mode.
         let s = entered.section();
         // Not before: a KVM_RUN that enters nobody settles nothing, for the rest of a restore may come behind it.
-        if self.rare.given.any() || self.rare.nested_restored {
-            self.settle_given();
+        if (self.rare.given.any() || self.rare.nested_restored)
+            && self.settle_given() == Settled::SmiIsNext
+        {
+            irq::enable(self.shared.leave_mode(entered));
+            return None;
         }
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
         if self.pending.is_raised()

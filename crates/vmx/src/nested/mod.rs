@@ -255,7 +255,9 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         self.nested.as_ref().is_some_and(|n| {
             let v = n.machine.vmcs12();
             let word = v.get(field::ENTRY_INTERRUPTION) & (event::TYPE | event::VECTOR);
-            word == event::INTR | u32::from(vector.0) || virtual_interrupts::are_on(v)
+            // A virtual interrupt is in service from its delivery on (SDM vol. 3C §30.2.2).
+            let serves = v.get(field::GUEST_INTERRUPT_STATUS) >> 8 == u16::from(vector.0);
+            word == event::INTR | u32::from(vector.0) || virtual_interrupts::are_on(v) && serves
         })
     }
 
