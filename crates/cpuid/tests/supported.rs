@@ -126,7 +126,8 @@ fn kvm_signs_its_leaf_and_offers_only_what_is_served() {
     assert_eq!(signature.answer(), [0x4000_0001, 0x4b4d_564b, 0x564b_4d56, 0x4d]);
     let features = entry(table.entries(), 0x4000_0001, 0);
     assert_eq!(features.answer(), [PV_FEATURES, 0, 0, 0]);
-    assert!(!table.has(feature::KVM_ASYNC_PF) && table.has(feature::KVM_PV_EOI));
+    assert!(table.has(feature::KVM_ASYNC_PF) && table.has(feature::KVM_PV_EOI));
+    assert!(!table.has(feature::KVM_ASYNC_PF_INT), "nobody would be told by it");
 
     let facts = HostFacts { pv_features: !(1 << 5), ..HostFacts::default() };
     let fewer = Supported::read(amd, &facts).expect("a table");

@@ -304,7 +304,7 @@ macro_rules! capabilities {
             CAP_XSAVE 55 => 1, "";
             // Without XSAVE there is no XCR0 to be read or set, and both commands are EINVAL.
             CAP_XCRS 56 => offer.xsave.into(), "1 where the host has XSAVE";
-            CAP_ASYNC_PF 59 => 0, "";
+            CAP_ASYNC_PF 59 => 1, "";
             CAP_TSC_CONTROL 60 => offer.tsc_scaling.into(), "1 with TSC scaling";
             CAP_GET_TSC_KHZ 61 => 1, "";
             CAP_MAX_VCPUS 66 => offer.max_vcpus, "4096";

@@ -71,7 +71,7 @@ macro_rules! msrs {
             KVM_SYSTEM_TIME       [saved] "an address, bit 0 switches on";
             KVM_WALL_CLOCK_NEW    [saved] "the same as KVM_WALL_CLOCK";
             KVM_SYSTEM_TIME_NEW   [saved] "the same as KVM_SYSTEM_TIME";
-            KVM_ASYNC_PF_EN       [saved] "kept; no such fault comes, and none is offered";
+            KVM_ASYNC_PF_EN       [saved] "kept; no such fault comes";
             KVM_STEAL_TIME        [saved] "an address aligned to 64, bit 0 switches on";
             KVM_PV_EOI_EN         [saved] "an address aligned to 4, bit 0 switches on";
             KVM_POLL_CONTROL      [saved] "0 or 1; 1 at first";
