@@ -5,7 +5,7 @@ mod rig;
 
 use ::nested_vmx::Vmcs12;
 use gannet_vcpu::{
-    UserExit,
+    RunInput, UserExit,
     state::{
         registers::{GivenEvents, SavedEvents},
         smm::SavedSmi,
@@ -220,6 +220,23 @@ fn an_smi_does_not_wait_for_an_interrupt_that_waits_itself() {
     });
     assert_eq!(machine.run(), rig::UNKNOWN);
     assert_eq!(machine.vcpu.saved_events().interrupt, Some(GIVEN));
+}
+
+/// KVM_RUN does not end for a window with an event prepared that no call tells of.
+#[test]
+fn what_l1_injects_goes_in_before_the_vmm_hears_of_its_window() {
+    let injected = event::VALID | event::INTR | u64::from(GIVEN.0);
+    let mut machine = asking(Intercept3::INTR);
+    machine.put(BLOCK + 0x570, 0x202);
+    machine.put(BLOCK + 0xa8, injected);
+    machine.vmrun();
+    machine.then(move |vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.event_inj), (L2_RIP, injected));
+        svm_exit(ExitCode::Intr)(vmcb, gprs);
+    });
+    let input = RunInput { request_interrupt_window: true, ..RunInput::default() };
+    assert_eq!(machine.vcpu.run(&input), UserExit::IrqWindowOpen);
+    assert_eq!(machine.vcpu.backend().cpu().inner().steps_left(), 0);
 }
 
 /// Virtual interrupts of L1's for L2, in software.

@@ -335,7 +335,8 @@ impl<B: Backend> Vcpu<B> {
     fn interrupts_open_gated(&self) -> bool {
         match gate_of(&self.b, Waiting::Interrupt(None)) {
             Gate::Deliver => !self.b.interrupt_shadow() && !self.b.injecting(),
-            Gate::ExitToL1 | Gate::AfterEntry => true,
+            // KVM_RUN ends for it, and nobody tells of what is prepared: that goes in first.
+            Gate::ExitToL1 | Gate::AfterEntry => !self.b.injecting(),
             Gate::Hold | Gate::Window => false,
         }
     }
